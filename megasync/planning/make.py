@@ -44,7 +44,9 @@ MOST_STAGES = 4  # of a pipeline that are looked at one by one: the first, the l
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one config on some ranks. `problems`: what does not fit, by process; empty: it fits."""
+    """Of one config on some ranks. `problems`: what does not fit, by process; empty: it fits. `bound_by_host`: phases in which
+    GPUs wait for launches of kernels.
+    """
 
     config: Config
     request: Request
@@ -55,6 +57,7 @@ class Plan:
     seconds: times.StepSeconds
     num_parameters: int
     problems: tuple[str, ...]
+    bound_by_host: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -200,8 +203,9 @@ def _plan(
     sent = max(sent_bytes(config, grid, stage.counts) for stage in stages)
     worker = worker_memory(config, shape, num_parameters, hardware, sent) if is_grpo else None
     found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
+    bound = () if hardware.is_cpu else times.bound_by_host(config, model_costs, grid, work, found_seconds)
     problems = problems_of(config, hardware, stages, worker, grid)
-    return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems)
+    return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems, bound)
 
 
 def meta_engine(engine: EngineConfig, hardware: Hardware) -> EngineConfig:

@@ -31,6 +31,7 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
 OVERLAP = 3  # the power in the mean of two times that overlap; the larger it is, the more the longer one counts
+HOST_SHARE = 0.8  # of training that the host's launches take where they bind it
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
 
 
@@ -122,6 +123,13 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     train = _overlapped(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
     alone = _overlapped(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
     return train, alone
+
+
+def bound_by_host(config: Config, costs_: ModelCosts, grid: Grid, work: Work, found: StepSeconds) -> tuple[str, ...]:
+    """Of a run on GPUs, the phases whose launches take most of the time."""
+    launched = _launch_seconds(config, costs_, grid, work) > HOST_SHARE * found.train
+    is_eager = config.algorithm.name == "grpo" and config.rollout.enforce_eager
+    return ("training",) * launched + ("generation",) * is_eager
 
 
 def _overlapped(device: float, host: float) -> float:

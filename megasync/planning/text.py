@@ -6,6 +6,7 @@ from megasync.planning.make import Plan
 from megasync.planning.stages import gib
 
 WIDTH = 24
+HOSTS_DIFFER = 1.6  # docs/plan.md
 
 
 def show(plan: Plan) -> str:
@@ -67,6 +68,9 @@ def _seconds(plan: Plan) -> list[str]:
     head = f"seconds of a step of {work.num_samples} samples, {work.tokens / 1e3:.0f} k tokens:"
     lines = [head, *(f"  {name:<{WIDTH}} {value:9.3f}" for name, value in names.items() if value)]
     lines += [f"  {'step':<{WIDTH}} {found.step:9.3f}   {found.binding} binds"]
+    if plan.bound_by_host:
+        phases = " and ".join(plan.bound_by_host)
+        lines += [f"the host, which launches kernels, binds {phases}: hosts differ in that by up to {HOSTS_DIFFER}"]
     if plan.config.rollout.max_staleness and plan.worker is not None:
         gain = found.synchronous / found.step
         lines += [f"expected staleness {found.staleness:.1f}; {gain:.2f} times as fast as max_staleness=0 on the same devices"]

@@ -6,6 +6,8 @@ What Python and autograd take beside the calls, and what a wrap takes for each p
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,7 +28,7 @@ from megasync.planning.shapes import Grid, Work
 PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
 CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
 READ_BYTES = 2**28  # of weights whose product is timed, more than any cache holds
-RESTED_BYTES, MOST_REST_SECONDS = 2**29, 8.0
+RESTED_BYTES, MOST_REST_SECONDS = 2**29, 8
 
 Stages = Sequence[tuple[Counts, Activations]]
 
@@ -90,16 +92,23 @@ def optimizer_seconds(
 
 
 def rested_seconds(num_bytes: float, rest: float) -> float:
-    """How much longer memory takes that comes from the kernel once it has been free for `rest` seconds, than memory that was free
-    just now: hosts take back what a virtual machine has free. Takes so many seconds itself, at most 8.
+    """How much longer memory takes that comes from the kernel once it has been free for `rest` seconds, at most 8 of them, than
+    memory that was free just now: hosts take back what a virtual machine has free. Itself it takes so many seconds, once.
     """
+    whole = min(MOST_REST_SECONDS, 2 ** math.ceil(math.log2(max(1.0, rest))))
+    return _rested(whole) * num_bytes
+
+
+@functools.cache
+def _rested(rest: int) -> float:
+    """Of a byte."""
 
     def take() -> None:
         torch.empty(RESTED_BYTES, dtype=torch.uint8).fill_(1)
 
     take()
-    time.sleep(min(rest, MOST_REST_SECONDS))
-    return max(0.0, timed(take) - timed(take)) / RESTED_BYTES * num_bytes
+    time.sleep(rest)
+    return max(0.0, timed(take) - timed(take)) / RESTED_BYTES
 
 
 def gather_seconds(elements: int, grid: Grid, size: str = "") -> float:

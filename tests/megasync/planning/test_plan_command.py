@@ -19,6 +19,7 @@ from megasync.planning.make import check, make_plan
 from megasync.planning.record import RATIO, compare, outcome
 from megasync.planning.remedies import nearest, suggest
 from megasync.planning.shapes import Request
+from megasync.planning.text import show
 
 from tests.megasync.planning.test_planned_memory import BENCH, write_model
 from tests.support.tiny_models import SERVED, write_tiny_model
@@ -86,6 +87,17 @@ def test_a_plan_for_a_cpu_counts_the_canary(tmp_path: Path) -> None:
     probed, not_probed = (plan.seconds for plan in plans)
     assert probed.log_probs > not_probed.log_probs > 0 and probed.train == not_probed.train
     assert probed.step == pytest.approx(not_probed.step + probed.log_probs - not_probed.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_eager", "bound"),
+    [("135m", False, "training"), ("135m", True, "training and generation"), ("7b", True, "generation"), ("7b", False, "")],
+)
+def test_what_hosts_differ_in_is_told(shapes: str, is_eager: bool, bound: str, tmp_path: Path) -> None:
+    rollout = {"max_new_tokens": 512, "max_model_len": 1024, "enforce_eager": is_eager}
+    config = config_of(tmp_path, shapes, engine={"tokens_per_microbatch": 8192}, rollout=rollout)
+    told = [line for line in show(make_plan(config, Request(2, hardware("h200"), 256.0))).splitlines() if "hosts differ" in line]
+    assert [f"binds {bound}:" in line for line in told] == [True] * bool(bound)
 
 
 def test_a_layout_that_training_refuses_is_refused(tmp_path: Path) -> None:

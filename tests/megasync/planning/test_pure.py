@@ -218,13 +218,16 @@ def test_backward_passes_find_warm_what_was_computed_once_more(monkeypatch: pyte
 
 
 def test_memory_that_rested_is_planned_by_what_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed once for about as long a rest, at most 8 s."""
     taken, rests = iter((0.75, 0.25, 0.25, 0.75)), list[float]()
     monkeypatch.setattr(passes, "timed", lambda _: next(taken))
     monkeypatch.setattr(passes.time, "sleep", rests.append)
     monkeypatch.setattr(passes, "RESTED_BYTES", 2**20)
-    assert passes.rested_seconds(2**22, 3.0) == pytest.approx(2.0)
+    passes._rested.cache_clear()
+    assert [passes.rested_seconds(2**22, rest) for rest in (3.0, 2.5, 4.0)] == pytest.approx([2.0, 2.0, 2.0])
     assert passes.rested_seconds(2**22, 100.0) == 0.0
-    assert rests == [3.0, passes.MOST_REST_SECONDS]
+    assert rests == [4, 8]
+    passes._rested.cache_clear()
 
 
 def test_what_takes_longer_binds_a_step_without_turns() -> None:
