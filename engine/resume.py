@@ -6,9 +6,12 @@ No torch in here. Leaves out tensors (engine/checkpoint/).
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from engine.config import LoraConfig
 
@@ -27,7 +30,7 @@ def read_index(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it cannot.
     """
-    path, begin = folder / INDEX_FILE, f"Begin another run from its weights: {from_weights(folder)}"
+    path, begin = folder / INDEX_FILE, instead(folder)
     if not path.is_file():
         what = f"has no {INDEX_FILE}: a checkpoint of an older version, a file a rank, which cannot be resumed"
         raise ValueError(f"{folder}: {what}. {begin}")
@@ -46,6 +49,47 @@ def read_index(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
             f"weights: {from_weights(folder)}"
         )
     return index
+
+
+def random_file(rank: int) -> str:
+    """Of that rank's random states."""
+    return f"random_{rank:05d}.pt"
+
+
+def check_files(folder: Path, index: Mapping[str, Any]) -> None:
+    """Every file of the checkpoint beside its weights is there and whole, as far as a safetensors file's header and a zip file's
+    sums tell.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in sorted({file for entry in index["tensors"].values() for _, _, file in entry["boxes"]}):
+        try:
+            with safe_open(folder / name, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(damaged(folder / name, error)) from error
+    for rank in range(index["layout"]["ranks"]):
+        path = folder / random_file(rank)
+        try:
+            with zipfile.ZipFile(path) as file:
+                broken = file.testzip()
+        except (zipfile.BadZipFile, OSError) as error:
+            raise ValueError(damaged(path, error)) from error
+        if broken:
+            raise ValueError(damaged(path, f"{broken} has another sum"))
+
+
+def damaged(path: Path, why: object) -> str:
+    """What to say of a file of a checkpoint that cannot be read."""
+    return f"{path}: cannot be read, the checkpoint is damaged or not to be trusted: {why}. {instead(path.parent)}"
+
+
+def instead(folder: Path) -> str:
+    """What to do in the place of going on from this checkpoint."""
+    before = max((path.name for path in folder.parent.glob("step_*") if path.name < folder.name), default="")
+    older = f"Move {folder.name} out of {folder.parent} to go on from {before}, or begin" if before else "Begin"
+    return f"{older} another run from its weights: {from_weights(folder)}"
 
 
 def from_weights(folder: Path) -> str:

@@ -23,7 +23,7 @@ from megasync.config.files import lock_holder
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.reporting.log import CONFIG_FILE
-from megasync.run.scaling import Request, ask, read_answer
+from megasync.run.scaling import FAILED, Request, ask, is_replaced, read_answer
 
 POLL_SECONDS = 0.3
 LONG_SECONDS = 15.0  # without an answer
@@ -102,9 +102,12 @@ def wait(run_folder: Path, request: Request) -> int:
             num_said = len(answer.lines)
             if answer.code is not None:
                 return answer.code
+        if is_replaced(run_folder, request):
+            print("another request has taken the place of this one", file=sys.stderr)
+            return FAILED
         if is_over:
             print(f"{run_folder}: the run has ended", file=sys.stderr)
-            return 1
+            return FAILED
         if not num_said and not has_told and time.monotonic() - begin > LONG_SECONDS:
             print("asked; the run takes it at its next sync", flush=True)
             has_told = True

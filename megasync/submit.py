@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ from megasync.launch.included import as_packages, import_roots, included_modules
 from megasync.launch.job_server import exit_code, follow_in_thread, stop, submit
 from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
-from megasync.launch.processes import INTERRUPTED, REFUSED
+from megasync.launch.processes import REFUSED, code_of, sigterm_as_ctrl_c
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import FOR_CLUSTER, RAY_ADDRESS, run_scope
 from megasync.launch.stop_request import forget_former_stop, launched
@@ -158,10 +157,10 @@ def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
     try:
         follow_in_thread(client, job_id)
         code = exit_code(client, job_id)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print(f"stopping {job_id}", file=sys.stderr)
         stop(client, job_id)
-        code = INTERRUPTED
+        code = code_of(interrupt)
     if code not in (0, REFUSED):
         print(words(), file=sys.stderr)
     return code
@@ -184,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
         with main_errors():
             forget_former_stop(config.run.folder)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job and a local cluster end with this process
+    sigterm_as_ctrl_c()  # the job and a local cluster end with this process
     words = partial(last_words, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))
     try:
         if options.address:
@@ -194,8 +193,8 @@ def main(argv: Sequence[str]) -> int:
     except (RuntimeError, OSError) as error:
         print(f"the Ray cluster failed: {error}\n`megasync doctor` looks at this machine", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        return code_of(interrupt)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.checkpoint.state import Reader
 from engine.engine import Engine
-from engine.resume import FORMAT, from_weights, model_of, read_index
+from engine.resume import FORMAT, damaged, instead, model_of, random_file, read_index
 from engine.runtime.random_state import derive_random_state, set_random_state
 from engine.wrap.optimizer import load_scaler_state, scaler_state
 
@@ -91,19 +93,22 @@ def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:
     index = read_index(folder, model(engine))
     reader, shards = Reader(folder, index["tensors"]), optimizer_shards(engine)
     _check_tensors(folder, reader, shards)
-    with engine.state_on_device():
+    now = layout(engine)
+    random_state = None
+    with engine.state_on_device(), _failing_together():
         for shard in shards:
             reader.load(shard, takes_weight=not steps_since)
+        if index["layout"] == now and not steps_since:
+            random_state = _read_random_state(folder, engine)
     engine.schedule.load_state_dict(index["schedule"])
     if index.get("loss_scaler"):
         load_scaler_state(engine.optimizer, index["loss_scaler"])
-    now = layout(engine)
     if steps_since:
         engine.schedule.step(increment=steps_since * engine.algorithm.num_minibatches)
         derive_random_state((index["random_seed"] + steps_since) % 2**32)
         return f"resumed with weights of {steps_since} steps after {folder.name}, whose optimizer goes on from them"
-    if index["layout"] == now:
-        set_random_state(_read_random_state(folder, engine))
+    if random_state is not None:
+        set_random_state(random_state)
         return None
     derive_random_state(index["random_seed"])
     former = index["layout"]
@@ -125,13 +130,29 @@ def _check_tensors(folder: Path, reader: Reader, shards: list[Shard]) -> None:
         raise ValueError(f"{folder}: cannot be resumed, {len(found)} tensors do not fit: {told}")
 
 
+@contextmanager
+def _failing_together() -> Iterator[None]:
+    """A ValueError that one rank meets within the block is raised on all of them, who would else wait for that rank."""
+    mine: ValueError | None = None
+    try:
+        yield
+    except ValueError as error:
+        mine = error
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine and str(mine))
+    if told := next(filter(None, everyone), ""):
+        raise ValueError(told) from mine
+
+
 def _read_random_state(folder: Path, engine: Engine) -> dict[str, Any]:
-    path = folder / f"random_{engine.layout.rank:05d}.pt"
+    path = folder / random_file(engine.layout.rank)
     try:
         state: dict[str, Any] = torch.load(path, map_location=engine.device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: holds objects that no checkpoint of this version has, none of which was loaded: it is damaged, of another "
-            f"version or not to be trusted. Begin another run from its weights: {from_weights(folder)}"
+            f"version or not to be trusted. {instead(folder)}"
         ) from error
+    except (OSError, EOFError, RuntimeError) as error:  # by where the file ends
+        raise ValueError(damaged(path, error)) from error
     return state

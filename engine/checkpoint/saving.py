@@ -26,7 +26,7 @@ from engine.checkpoint import folder as names
 from engine.checkpoint import hf_folder, state
 from engine.checkpoint.shards import Shard, optimizer_shards
 from engine.engine import Engine
-from engine.resume import INDEX_FILE
+from engine.resume import INDEX_FILE, random_file
 from engine.runtime.random_state import random_state
 from engine.runtime.tensor_file import save_tensors
 
@@ -113,7 +113,7 @@ def save(  # noqa: PLR0913
     part = state.entries(state_files)
     share = hf_folder.Share.of(engine.layout, file_bytes)
     jobs: Iterator[Job] = itertools.chain(
-        [_random_states(folder / f"random_{rank:05d}.pt")],
+        [_random_states(folder / random_file(rank))],
         _state(engine, folder, state_files),
         _adapter(engine, folder) if has_adapters else _hf_folder(folder, hf_folder.files(weights, share, digest), digest),
     )

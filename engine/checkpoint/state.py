@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from engine.checkpoint.shards import Shard, local
+from engine.resume import damaged, instead
 
 MAX_FILE_BYTES = 2**32
 WEIGHT = "weight"  # the main weight, among the names of the optimizer's tensors
@@ -148,7 +149,7 @@ class Reader:
         if not torch.equal(weight.to(shard.dtype), before.to(shard.dtype)):
             raise ValueError(
                 f"{self.folder}: {shard.name}: the optimizer's weights are not those of the Hugging Face folder beside it; "
-                "the checkpoint is damaged or was changed"
+                f"the checkpoint is damaged or was changed. {instead(self.folder)}"
             )
         parameter.copy_(weight)
         if values:
@@ -163,7 +164,7 @@ class Reader:
                 self._open[file] = safe_open(path, framework="pt")
             tensor: torch.Tensor = self._open[file].get_slice(key)[region]
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: cannot be read, the checkpoint is damaged or not to be trusted: {error}") from error
+            raise ValueError(damaged(path, error)) from error
         return tensor
 
 

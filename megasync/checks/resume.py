@@ -1,17 +1,18 @@
 """Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its model; its prompts.
 No torch in here.
 
-Leaves out the optimizer's tensors and layout, which resuming looks at (engine/checkpoint/folder.py).
+Leaves out what is in the optimizer's tensors, and their layout, which resuming looks at (engine/checkpoint/folder.py).
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.file import VersionLogError, shapes_of
 from engine.peft.folder import check_peft_folder
-from engine.resume import model_of, read_index
+from engine.resume import check_files, instead, model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
@@ -56,7 +57,9 @@ def check_resume(config: Config) -> None:
     if first_step(config) > int(folder.name.removeprefix("step_")):
         _check_marked(config)
     try:
-        read_index(folder, model_of(config.model.dtype, config.engine.lora))
+        index = read_index(folder, model_of(config.model.dtype, config.engine.lora))
+        if os.environ.get("RANK", "0") == "0":  # the files of all ranks, looked at once
+            check_files(folder, index)
         load_progress(folder)
         _check_model(config, folder)
     except ConfigError:
@@ -66,20 +69,24 @@ def check_resume(config: Config) -> None:
 
 
 def _check_model(config: Config, folder: Path) -> None:
-    """ConfigError where the checkpoint's weights are not of a model like that of model.path, or its adapters of another base.
-
-    ValueError where they cannot be read.
+    """ConfigError where the checkpoint's weights cannot be read, or are not of a model like that of model.path, or its adapters
+    of another base.
     """
     weights, base = folder / "hf", Path(config.model.path)
     if (folder / "adapter" / "adapter_config.json").is_file():
         check_peft_folder(folder / "adapter", config.engine.lora, base)
-    if not (weights / "config.json").is_file():
+    if not weights.is_dir():
         return
-    fields, saved = read_json_object(base / "config.json"), read_json_object(weights / "config.json")
+    path = weights / "config.json"
+    refuse_if(not path.is_file(), f"{path}: is missing, the checkpoint is damaged", remedy=instead(folder))
+    fields, saved = read_json_object(base / "config.json"), read_json_object(path, instead(folder))
     remedy = "write the model.path that is in the run's config.yaml, run.name=NAME for another run, or checkpoint.resume=never"
     own, other = fields.get("model_type"), saved.get("model_type")
     refuse_if(own != other, f"{folder}: holds a {other}, and model.path = {base} is a {own}", remedy=remedy)
-    held = {spec.name: spec.shape for spec in read_folder_manifest(weights).tensors}
+    try:
+        held = {spec.name: spec.shape for spec in read_folder_manifest(weights).tensors}
+    except ValueError as error:
+        raise ConfigError(str(error), remedy=instead(folder)) from error
     check_held(folder, held, model_shape(base), fields, remedy)
 
 

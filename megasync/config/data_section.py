@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
 from pydantic_core import PydanticCustomError
 
 from engine.config import FilePath, Section
@@ -38,6 +38,15 @@ def _eval_sets(value: dict[str, EvalSet]) -> dict[str, EvalSet]:
             example = f"'{{{name}_set: {{path: {each.path}}}}}'"
             lines = {"name": name, "choices": "any other name", "example": example}
             raise PydanticCustomError("eval_name", "{name} is what samples.jsonl calls the samples of the training", lines)
+    return value
+
+
+def _eval_names(value: object) -> object:
+    """What YAML reads as no text, such as `on`, could have been any name; of whole numbers load.py has made texts."""
+    for name in value if isinstance(value, Mapping) else ():
+        if not isinstance(name, str):
+            lines = {"name": str(name), "choices": "names in quotes", "example": "'{\"on\": {path: held_out.jsonl}}'"}
+            raise PydanticCustomError("eval_name", "YAML reads the name of a set as {name}, which is no text", lines)
     return value
 
 
@@ -72,6 +81,9 @@ class EvalSet(Section):
     """A sample with this reward or more counts as passed in pass@K."""
 
 
+EvalSets = Annotated[dict[str, EvalSet], BeforeValidator(_eval_names), AfterValidator(_eval_sets)]
+
+
 class DataConfig(Section):
     """JSONL or Parquet files, folders of them, or folders that datasets.save_to_disk wrote."""
 
@@ -79,10 +91,7 @@ class DataConfig(Section):
     """The file or folder to train on."""
     split: str = ""
     """Of data.train where it is a folder with several, such as train."""
-    eval: Annotated[
-        Annotated[FilePath, Tag("*path")] | Annotated[dict[str, EvalSet], AfterValidator(_eval_sets), Tag("*sets")],
-        Discriminator(_eval_form),
-    ] = ""
+    eval: Annotated[Annotated[FilePath, Tag("*path")] | Annotated[EvalSets, Tag("*sets")], Discriminator(_eval_form)] = ""
     """Held-out file, of which eval/reward is the mean reward of greedy responses (sft: eval/accuracy); or sets by name, such as
     {math: {path: math.jsonl, samples: 4, temperature: 1.0}}; empty: none."""
     prompt_key: str = "question"

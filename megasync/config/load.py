@@ -161,7 +161,14 @@ def _merge(into: dict[str, Any], layer: Mapping[Any, Any], above: tuple[str, ...
         if isinstance(old, dict) and isinstance(value, Mapping):
             _merge(old, value, (*above, name), source, sources)
         elif value is not None or not isinstance(old, dict):
-            into[name], sources[*above, name] = value, source
+            into[name], sources[*above, name] = _with_text_names(value) if isinstance(old, str) else value, source
+
+
+def _with_text_names(value: Any) -> Any:
+    """Of a mapping in the place of a text, as of data.eval: names of digits are numbers in YAML, and texts in an override."""
+    if not isinstance(value, Mapping):
+        return value
+    return {str(name) if type(name) is int else name: each for name, each in value.items()}
 
 
 def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:

@@ -101,14 +101,14 @@ def _folder_remedy(folder: Path) -> str:
     return "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, remedy: str = DOWNLOAD_REMEDY) -> dict[str, Any]:
     """ConfigError where the model's file holds anything else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}", remedy=DOWNLOAD_REMEDY) from error
+        raise ConfigError(f"{path}: not JSON: {error}", remedy=remedy) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: holds no JSON object", remedy=DOWNLOAD_REMEDY)
+        raise ConfigError(f"{path}: holds no JSON object", remedy=remedy)
     return fields
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-INTERRUPTED = 130  # the exit code of shells for Ctrl-C
+INTERRUPTED, TERMINATED = 130, 143  # the exit codes of shells for Ctrl-C and SIGTERM
 UNREAD = 141  # that for SIGPIPE
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command goes on, with checkpoint.resume=auto
 REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
@@ -92,6 +92,24 @@ def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
 
     for kind in kinds:
         signal.signal(kind, leave)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it is to end a program as Ctrl-C does, with another exit code."""
+
+
+def sigterm_as_ctrl_c() -> None:
+    """From now on SIGTERM raises Terminated."""
+
+    def leave(*_: object) -> NoReturn:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def code_of(interrupt: KeyboardInterrupt) -> int:
+    """The exit code of a program that it has ended."""
+    return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
 
 
 def end_undisturbed() -> None:
@@ -170,31 +188,31 @@ def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """The command's exit code. SIGINT and SIGTERM are handed on as one SIGTERM, then the command's own end is awaited; this
-    process has only to end then, and takes no notice of any that follow.
+    """The command's exit code, or that of the first signal: SIGINT and SIGTERM are handed on as one SIGTERM, then the command's
+    own end is awaited; this process has only to end then, and takes no notice of any that follow.
 
     The command has a session of its own: Ctrl-C would else reach a launcher and its ranks at once, and once more from
     here, and a launcher that is interrupted while it ends its ranks leaves some behind.
     """
-    interrupted = False
+    code = 0
     process = subprocess.Popen(
         command,
         start_new_session=True,
         preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run)
     )
 
-    def hand_on(*_: object) -> None:
-        nonlocal interrupted
-        if not interrupted:
-            interrupted = True
+    def hand_on(number: int, _: object) -> None:
+        nonlocal code
+        if not code:
+            code = 128 + number
             process.terminate()
 
     kinds = (signal.SIGINT, signal.SIGTERM)
     former = [signal.signal(kind, hand_on) for kind in kinds]
     try:
-        code = process.wait()
+        own = process.wait()
     finally:
         for kind, handler in zip(kinds, former, strict=True):
-            if not interrupted:
+            if not code:
                 signal.signal(kind, handler)
-    return INTERRUPTED if interrupted else code
+    return code or own

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.generation import TOKEN_ARRAYS, Completion
-from engine.resume import from_weights
+from engine.resume import instead
 from megasync.config.errors import ConfigError
 from megasync.data.data import PromptOrder
 from megasync.episodes.record import EnvironmentAnswer, TurnRecord
@@ -159,7 +159,7 @@ def load_progress(folder: Path) -> Progress | None:
         order = order_of(data["order"].tolist()) if "order" in data else None
         return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data), order)
     except UNREADABLE as error:
-        remedy = f"go on with the version that wrote it, or begin another run from its weights: {from_weights(folder)}"
+        remedy = f"go on with the version that wrote it. {instead(folder)}"
         message = f"{path}: cannot be read: {type(error).__name__}: {error}; it is damaged, or another version wrote it"
         raise ConfigError(message, remedy=remedy) from error
 

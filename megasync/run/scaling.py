@@ -76,6 +76,15 @@ def read_request(run_folder: Path) -> Request | None:
         raise ValueError(f"{path}: this is no request ({error}); write it with megasync scale") from error
 
 
+def is_replaced(run_folder: Path, request: Request) -> bool:
+    """Whether somebody has asked for something else since: a run takes the newest request alone."""
+    try:
+        newest = read_request(run_folder)
+    except ValueError:  # written by hand
+        return True
+    return newest is not None and newest.key != request.key
+
+
 def answer(run_folder: Path, said: Answer) -> None:
     write_atomically(run_folder / ANSWER_FILE, json.dumps(asdict(said)))
 

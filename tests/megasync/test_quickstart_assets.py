@@ -278,7 +278,7 @@ def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
         if kind != signal.SIGKILL:
             assert process.stdout.readline() == "over\n"
             process.send_signal(kind)  # that of an impatient user changes nothing
-        assert process.wait(timeout=20) == (-signal.SIGKILL if kind == signal.SIGKILL else 130)
+        assert process.wait(timeout=20) == (-kind if kind == signal.SIGKILL else 128 + kind)
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
 

@@ -103,7 +103,7 @@ def test_interrupted_leaves_no_process(config: str) -> None:
             assert len(family) > 5, "".join(lines)
             process.send_signal(kind)
             output, _ = process.communicate(timeout=120)
-            assert process.returncode == 130, output
+            assert process.returncode == 128 + kind, output
             _, alive = psutil.wait_procs(family, timeout=10)
             assert not alive
     finally:

@@ -15,7 +15,7 @@ from megasync.bench.common.results import Results, describe, print_figures, writ
 from megasync.bench.config import BenchRoot, Rung
 from megasync.config.load import load_config
 from megasync.launch.devices import visible_devices
-from megasync.launch.processes import INTERRUPTED
+from megasync.launch.processes import INTERRUPTED, TERMINATED
 
 OVERRIDES: dict[Rung, tuple[str, ...]] = {
     "bfloat16": ("model.dtype=bfloat16",),
@@ -46,7 +46,7 @@ def run(path: str, overrides: Sequence[str], config: BenchRoot, json_path: Path 
         print(f"{rung}: {' '.join(overrides_of(rung))}", flush=True)
         own = load_config(path, [*overrides, *overrides_of(rung)], BenchRoot)
         code, measured = run_program("gap", own, folder, rung.replace(" ", "_"))
-        if code == INTERRUPTED:
+        if code in (INTERRUPTED, TERMINATED):
             return code
         failed = failed or code != 0
         if measured is not None:

@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from engine import checkpoint
-from engine.resume import INDEX_FILE
+from engine.resume import INDEX_FILE, random_file
 from engine.engine import Engine
 from bridge.layout.digest import digest_tensor
 from tests.engine.engine_cases import engine, everywhere, random_samples
@@ -176,6 +177,30 @@ def refusal(folder: Path, built: Engine) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def damages_of_one_rank(path: str, root: str) -> dict[str, str]:
+    """What resuming says on this rank to files that rank 1 alone reads: the first half of them, nothing, another weight."""
+    told = {}
+    with engine(path, name="sft") as built:
+        folder = save(built, Path(root), path).wait()
+        tensors, random = folder / "rank_00001-000.safetensors", folder / random_file(1)
+
+        def attempt(name: str, change: Callable[[], Any]) -> None:
+            dist.barrier()
+            if built.layout.rank == 0:
+                change()
+            dist.barrier()
+            told[name] = refusal(folder, built)
+
+        for file in (random, tensors):
+            whole = file.read_bytes()
+            for how, left in (("half", whole[: len(whole) // 2]), ("empty", b""), ("whole", whole)):
+                attempt(f"{file.name} {how}", partial(file.write_bytes, left))
+        values = load_file(tensors)
+        next(value for name, value in values.items() if name.startswith("weight ")).add_(1)
+        attempt("weight", partial(save_file, values, tensors))
+    return told
 
 
 def wrote(root: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:

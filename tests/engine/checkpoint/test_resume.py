@@ -123,6 +123,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_the_tensor(mod
         assert text in told[what], what
 
 
+def test_a_damage_that_one_rank_meets_is_told_on_all(models: dict[str, str], tmp_path: Path) -> None:
+    """Who is not told waits for a rank that has ended, and says that in the place of the file."""
+    arguments = {"path": models["dense"], "root": str(tmp_path)}
+    zero, one = run_ranks(2, "tests.engine.checkpoint.resume_cases:damages_of_one_rank", arguments)
+    print(zero)
+    assert zero == one
+    assert "the optimizer's weights are not those of the Hugging Face folder" in zero.pop("weight")
+    for what, said in zero.items():
+        file, how = what.split()
+        assert said == "" if how == "whole" else f"{tmp_path / 'step_00000002' / file}: " in said, what
+
+
 def test_the_former_checkpoint_is_whole_whenever_a_save_is_killed(models: dict[str, str], tmp_path: Path) -> None:
     moments = [0.0, 0.02, 0.05, 0.11]
     arguments = {"path": models["dense"], "root": str(tmp_path), "moments": moments}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def write_checkpoint(run: Path, step: int, model: dict[str, Any], **more: object
     """As far as a check looks at it."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     shutil.copytree(run.parents[1] / "model", folder / "hf")
-    (folder / "index.json").write_text(json.dumps({"format": 2, "model": model, **more}))
+    (folder / "index.json").write_text(json.dumps({"format": 2, "model": model, "tensors": {}, "layout": {"ranks": 0}, **more}))
     return folder
 
 
@@ -130,6 +131,29 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
         assert words in cannot_run(runnable)
     (newest / "index.json").unlink()
     assert "has no index.json" in cannot_run(runnable)
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_start(runnable: Path) -> None:
+    """Each of its files that is lost, cut off or changed, by its name, and with the checkpoint before it."""
+    config = load_config(runnable)
+    run, model = config.run.folder, model_of(config.model.dtype, config.engine.lora)
+    tensors = {"norm": {"shape": [4], "kinds": ["weight"], "boxes": [[[0], [4], "rank_00000-000.safetensors"]]}}
+    for step in (3, 6):
+        newest = write_checkpoint(run, step, model, tensors=tensors, layout={"ranks": 1})
+        save_file({"weight norm 0": np.zeros(4, np.float32)}, newest / "rank_00000-000.safetensors")
+        with zipfile.ZipFile(newest / "random_00000.pt", "w") as file:
+            file.writestr("data.pkl", bytes(100))
+    check_config(config, 2)
+    for name in ("rank_00000-000.safetensors", "random_00000.pt", "hf/config.json", "hf/model.safetensors"):
+        path = newest / name
+        whole = path.read_bytes()
+        for left in (None, b"", whole[: len(whole) // 2], b"\1" + whole[1:]):
+            path.unlink() if left is None else path.write_bytes(left)
+            message = cannot_run(runnable)
+            assert str(path) in message, message
+            assert f"Move step_00000006 out of {newest.parent} to go on from step_00000003" in message
+        path.write_bytes(whole)
+    check_config(config, 2)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_the_start(runnable: Path) -> None:

@@ -116,6 +116,8 @@ def test_sets_that_could_not_work_are_refused(runnable: Path, override: str, wor
         ("{math: a.jsonl}", "data.eval.math = 'a.jsonl': a mapping"),
         ("{math: {paht: a}}", "data.eval.math.paht: there is no such key"),
         ("{ma/th: {path: a}}", "the set ma/th cannot name its metrics"),
+        ("{on: {path: a}}", "YAML reads the name of a set as True, which is no text"),
+        ("{24: {path: a, samples: 0}}", "data.eval.24.samples = 0: out of range"),
         ("{train: {path: a}}", "train is what samples.jsonl calls the samples of the training"),
         ("{math: {path: a, temperature: 0.001}}", "data.eval.math.temperature = 0.001: vLLM samples at no such temperature"),
         ("{math: {path: a, temperature: 3.0}}", "data.eval.math.temperature = 3.0: out of range"),
@@ -130,6 +132,13 @@ def test_malformed_sets_are_named_with_their_set(tmp_path: Path, text: str, word
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert words in str(caught.value) and "remedy:" in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_set_may_have_a_name_of_digits(tmp_path: Path) -> None:
+    """YAML has a number there; keys on the command line reach the same set."""
+    path = write(tmp_path / "a.yaml", "data: {eval: {24: {path: a.jsonl}, 25: {path: b.jsonl}}}")
+    sets = load_config(path, ["data.eval.24.limit=3", "data.eval={25: {limit: 4}}"]).data.eval_sets
+    assert {name: (each.path, each.limit) for name, each in sets.items()} == {"24": ("a.jsonl", 3), "25": ("b.jsonl", 4)}
 
 
 def test_a_folder_with_several_splits_is_evaluated_on_one(runnable: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bridge.config import ReplicaConfig
 from bridge.replicas.actors import ReplicaActors
 from bridge.replicas.launched import ReplicaActor
+from megasync import scale
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.run.scaling import (
@@ -105,6 +106,23 @@ def test_replicas_come_and_leave_once_they_are_idle(config: Config) -> None:
     trainer.busy = set()
     assert trainer.sync()[-2:] == (f"replica 1 ended before version {trainer.version}; 2 replicas", "done: 2 replicas")
     assert trainer.actors.members == [0, 2]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_who_waits_for_a_request_is_told_that_another_has_taken_its_place(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    trainer, former = Trainer(config, Actors(2)), Request("a", 3, configured=2)
+    monkeypatch.setattr(scale, "lock_holder", lambda folder: "another process")  # whose own lock no process sees
+    ask(trainer.folder, former)
+    if is_taken:
+        trainer.scaling.look(1)
+    ask(trainer.folder, Request("b", 1, configured=2))
+    assert scale.wait(trainer.folder, former) == FAILED
+    assert "another request has taken the place of this one" in capsys.readouterr().err
+    trainer.sync(until_done=True)
+    assert scale.wait(trainer.folder, former) == FAILED, "of which the answer is gone"
+    assert scale.wait(trainer.folder, Request("b", 1, configured=2)) == 0
 
 
 def test_what_cannot_be_is_refused_and_what_does_not_start_is_told(config: Config) -> None:
