@@ -222,13 +222,13 @@ def generation_seconds(
 
     prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
     if hardware.is_cpu:
-        begun = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
+        prefill = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
     else:
-        begun = 2 * prefilled / hardware.flops(config.model.dtype) + samples * seconds("sample")
-    alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + begun
-    full = samples * (work.mean_tokens - work.prompt_tokens) / at_once * one_step(at_once) + begun
-    more = 0.0 if hardware.is_cpu else samples * (seconds("sample_overlapped") - seconds("sample"))
-    return alone, min(alone, full) + more
+        prefill = 2 * prefilled / hardware.flops(config.model.dtype) + samples * seconds("sample")
+    alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
+    full = samples * (work.mean_tokens - work.prompt_tokens) / at_once * one_step(at_once) + prefill
+    extra = 0.0 if hardware.is_cpu else samples * (seconds("sample_overlapped") - seconds("sample"))
+    return alone, min(alone, full) + extra
 
 
 def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardware) -> float:

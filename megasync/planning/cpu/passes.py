@@ -47,12 +47,12 @@ def train_seconds(
     added = {accumulation(size) for counts, _ in stages for size, _ in counts.sizes}
     found = seconds_of([*asked, *added], num_processes, threads=threads, is_cold=cold)
     found |= seconds_of([host(), fresh()], num_processes)
-    again = engine.recompute == "full" and cold
-    warm = found | seconds_of(asked, num_processes, threads=threads) if again else found
+    recomputes = engine.recompute == "full" and cold
+    warm = found | seconds_of(asked, num_processes, threads=threads) if recomputes else found
 
     def both(traced: Activations) -> float:
         """Backward passes that follow on a second forward pass find a layer's weights and activations in the caches."""
-        backward = traced.passes - traced.forward - traced.forward if again else Operations()
+        backward = traced.passes - traced.forward - traced.forward if recomputes else Operations()
         parts = (traced.passes - backward, found), (backward, warm)
         return sum(pass_seconds(part, each, traced.tokens, tokens, count) for part, each in parts)
 
@@ -93,7 +93,7 @@ def optimizer_seconds(
 
 def rested_seconds(num_bytes: float, rest: float) -> float:
     """How much longer memory takes that comes from the kernel once it has been free for `rest` seconds, at most 8 of them, than
-    memory that was free just now: hosts take back what a virtual machine has free. Itself it takes so many seconds, once.
+    memory that was free just now: hosts take back what a virtual machine has free. The first call for a rest takes as long.
     """
     whole = min(MOST_REST_SECONDS, 2 ** math.ceil(math.log2(max(1.0, rest))))
     return _rested(whole) * num_bytes
