@@ -57,12 +57,15 @@ def random_file(rank: int) -> str:
 
 
 def check_files(folder: Path, index: Mapping[str, Any]) -> None:
-    """Every file of the checkpoint beside its weights is there and whole, as far as a safetensors file's header and a zip file's
-    sums tell.
+    """Every file of the checkpoint is there, and those beside its weights are whole, as far as a safetensors file's header and a
+    zip file's sums tell.
 
     Raises:
         ValueError: one is not.
     """
+    for name in index.get("files", ()):  # of an index that is older than this list none are known
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name}: is missing, the checkpoint is damaged. {instead(folder)}")
     for name in sorted({file for entry in index["tensors"].values() for _, _, file in entry["boxes"]}):
         try:
             with safe_open(folder / name, framework="numpy"):

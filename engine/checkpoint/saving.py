@@ -123,7 +123,8 @@ def save(  # noqa: PLR0913
             factors.finish_folder(folder / "adapter", engine.config.lora, model_path)
         else:
             hf_folder.finish_folder(folder / "hf", model_path)
-        (folder / INDEX_FILE).write_text(json.dumps({**header, "tensors": index}))
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        (folder / INDEX_FILE).write_text(json.dumps({**header, "files": files, "tensors": index}))
         _commit(folder, final, keep)
 
     pending = list(jobs) if asynchronous else jobs

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.resume import INDEX_FILE
 from tests.support.file_limit import umask
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
@@ -35,6 +37,9 @@ def test_a_run_goes_on_in_any_layout(models: dict[str, str], tmp_path: Path) -> 
     written = run_ranks(2, "tests.engine.checkpoint.resume_cases:wrote", {"root": root, "cases": two})[0]
     written |= run_ranks(1, "tests.engine.checkpoint.resume_cases:wrote", {"root": root, "cases": one})[0]
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*") if path.is_file()} == {0o666 & ~umask()}
+    for index in tmp_path.rglob(INDEX_FILE):
+        others = {str(path.relative_to(index.parent)) for path in index.parent.rglob("*") if path.is_file() and path != index}
+        assert set(json.loads(index.read_text())["files"]) == others
     readers: dict[int, list[tuple[str, dict[str, Any]]]] = {
         1: [("DP2", dense), ("EP2", {**experts, **FSDP}), ("EP2-LoRA", {**experts, **FSDP, **LORA})],
         2: [

@@ -17,6 +17,7 @@ from engine.resume import model_of
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
+from megasync.rollouts.progress import Progress, save_progress
 from tests.support.config_files import cannot_run, write, write_model, write_runnable
 
 
@@ -139,12 +140,14 @@ def test_a_damaged_checkpoint_is_refused_before_the_start(runnable: Path) -> Non
     run, model = config.run.folder, model_of(config.model.dtype, config.engine.lora)
     tensors = {"norm": {"shape": [4], "kinds": ["weight"], "boxes": [[[0], [4], "rank_00000-000.safetensors"]]}}
     for step in (3, 6):
-        newest = write_checkpoint(run, step, model, tensors=tensors, layout={"ranks": 1})
+        files = ["rollouts.npz", "hf/config.json"]
+        newest = write_checkpoint(run, step, model, tensors=tensors, layout={"ranks": 1}, files=files)
+        save_progress(newest, Progress(8, 8))
         save_file({"weight norm 0": np.zeros(4, np.float32)}, newest / "rank_00000-000.safetensors")
         with zipfile.ZipFile(newest / "random_00000.pt", "w") as file:
             file.writestr("data.pkl", bytes(100))
     check_config(config, 2)
-    for name in ("rank_00000-000.safetensors", "random_00000.pt", "hf/config.json", "hf/model.safetensors"):
+    for name in ("rank_00000-000.safetensors", "random_00000.pt", "hf/config.json", "hf/model.safetensors", "rollouts.npz"):
         path = newest / name
         whole = path.read_bytes()
         for left in (None, b"", whole[: len(whole) // 2], b"\1" + whole[1:]):
