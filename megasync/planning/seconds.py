@@ -31,6 +31,7 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
 OVERLAP = 3  # the power in the mean of two times that overlap; the larger it is, the more the longer one counts
+BLOCK_TOKENS, CPU_BLOCK_TOKENS = 16, 128  # of vLLM's cache: a group's samples share what is whole blocks of their prompt
 HOST_SHARE = 0.8  # of training that the host's launches take where they bind it
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
 
@@ -220,7 +221,10 @@ def generation_seconds(
         device = max(read / hardware.bandwidth, products) + graph
         return _overlapped(device, base + running * seconds("decode_sequence"))
 
-    prefilled = num_active * samples / rollout.group_size * work.prompt_tokens / rollout.tensor_parallel
+    block = CPU_BLOCK_TOKENS if hardware.is_cpu else BLOCK_TOKENS
+    shared = work.prompt_tokens // block * block
+    prompts = samples * (work.prompt_tokens - shared + shared / rollout.group_size)
+    prefilled = num_active * prompts / rollout.tensor_parallel
     if hardware.is_cpu:
         prefill = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
     else:

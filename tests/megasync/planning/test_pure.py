@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from megasync.config.load import with_changes
 from megasync.config.schema import Config
+from megasync.hf.model_shape import ModelShape
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.shapes import Busy, Grid, Request, Work
 from megasync.planning.cpu import calls, kept, passes, together
 from megasync.planning.hardware import hardware, seconds, units
-from megasync.planning.seconds import step_seconds
+from megasync.planning.replicas import WorkerMemory
+from megasync.planning.seconds import ModelCosts, generation_seconds, step_seconds
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
@@ -228,6 +230,20 @@ def test_memory_that_rested_is_planned_by_what_it_takes_longer(monkeypatch: pyte
     assert passes.rested_seconds(2**22, 100.0) == 0.0
     assert rests == [4, 8]
     passes._rested.cache_clear()
+
+
+def test_samples_of_a_group_share_whole_blocks_of_their_prompt() -> None:
+    """Of 40 tokens two blocks on a GPU: each sample has 8 of its own, of 8 tokens all. Weights take no time here."""
+    config = with_changes(Config(), {"rollout.group_size": 4, "rollout.max_new_tokens": 8, "data.batch_size": 2})
+    costs = ModelCosts(1e9, 0.0, 0.0, 1.0, (), 1, 64, 0, {})
+    worker, shape, gpu = WorkerMemory({}, 10**9, 0), ModelShape("qwen2", 1, 1, 1, 100, 64, 64), hardware("h200")
+    found = []
+    for prompt in (32, 40, 8):
+        work = Work.of(config, Request(1, gpu, 4.0, prompt))
+        found.append(generation_seconds(config, shape, costs, 0, work, worker, gpu)[0])
+    token = 2e9 / gpu.flops(config.model.dtype)
+    assert found[1] - found[0] == pytest.approx(8 * 8 * token, rel=1e-3)
+    assert found[0] - found[2] == pytest.approx((2 * 32 - 8 * 8) * token, abs=0.01 * token)
 
 
 def test_what_takes_longer_binds_a_step_without_turns() -> None:
