@@ -4,7 +4,7 @@
 # needs. Cases on other GPUs may run beside each other, started some seconds apart, since they choose ports.
 # Random models of several sizes, three steps each, `steps-*` eight; two to three minutes, most of it the start of vLLM. Writes OUT/CASE.json and OUT/CASE.log; then
 # `python docs/bench/plan_workers.py OUT` makes the plans again and puts them beside what was measured.
-# `held_out`: no number of a worker was chosen with these in sight. On a CPU: EXTRA="model.dtype=float32 rollout.kv_cache_bytes=256MiB" SHAPES=tiny
+# `held_out`: no number of a worker was chosen with these in sight; `held_out_steps`: nor one of the seconds. On a CPU: EXTRA="model.dtype=float32 rollout.kv_cache_bytes=256MiB" SHAPES=tiny
 set -uo pipefail
 unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
 mkdir -p "$1"
@@ -44,8 +44,8 @@ responses='' prompts=0 # else of `steps`
 
 fitted=(3b-share 3b-eager 3b-colocated 135m-graphs 135m-eager experts-share)
 held_out=(7b-lora 7b-colocated 3b-tensor-share 3b-adapter 3b-colocated-share 135m-lora experts-eager 135m-colocated)
-fitted_steps=(steps-3b-colocated steps-3b-eager steps-7b-lora steps-experts steps-135m)
-held_out_steps=(steps-3b-stale steps-3b-colocated-eager steps-7b-colocated steps-experts-colocated steps-135m-colocated steps-3b-fsdp-long
+fitted_steps=(steps-3b-colocated steps-3b-colocated-eager steps-135m steps-135m-colocated)
+held_out_steps=(steps-3b-eager steps-7b-lora steps-experts steps-3b-stale steps-7b-colocated steps-experts-colocated steps-3b-fsdp-long
   steps-3b-adapter steps-3b-kl steps-7b-stale)
 cases=("$@")
 [ $# -gt 0 ] || cases=("${fitted[@]}" "${held_out[@]}" "${fitted_steps[@]}" "${held_out_steps[@]}")

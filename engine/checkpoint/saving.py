@@ -25,6 +25,7 @@ from engine.peft import factors
 from engine.checkpoint import folder as names
 from engine.checkpoint import hf_folder, state
 from engine.checkpoint.shards import Shard, optimizer_shards
+from engine.config import LoraConfig
 from engine.engine import Engine
 from engine.resume import INDEX_FILE, random_file
 from engine.runtime.random_state import random_state
@@ -119,12 +120,7 @@ def save(  # noqa: PLR0913
     )
 
     def finish(index: dict[str, Any]) -> None:
-        if has_adapters:
-            factors.finish_folder(folder / "adapter", engine.config.lora, model_path)
-        else:
-            hf_folder.finish_folder(folder / "hf", model_path)
-        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        (folder / INDEX_FILE).write_text(json.dumps({**header, "files": files, "tensors": index}))
+        _complete(folder, engine.config.lora, model_path, {**header, "tensors": index})
         _commit(folder, final, keep)
 
     pending = list(jobs) if asynchronous else jobs
@@ -216,6 +212,16 @@ def _gather_or_raise(mine: dict[str, Any] | Exception | None, group: Any) -> lis
 def _writers(world: Any) -> Any:  # noqa: ARG001 # the key of the cache
     """A gloo group of all ranks for the threads that write. Made once for each `world`."""
     return dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+
+
+def _complete(folder: Path, lora: LoraConfig, model_path: Path, index: dict[str, Any]) -> None:
+    """What rank 0 adds to the files of all ranks: the model's other files, and last the index, which names every file."""
+    if lora.rank:
+        factors.finish_folder(folder / "adapter", lora, model_path)
+    else:
+        hf_folder.finish_folder(folder / "hf", model_path)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    (folder / INDEX_FILE).write_text(json.dumps({**index, "files": files}))
 
 
 def _commit(folder: Path, final: Path, keep: int) -> None:
