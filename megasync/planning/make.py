@@ -226,21 +226,20 @@ def _seconds(
 ) -> times.StepSeconds:
     algorithm, num_parameters = config.algorithm, count_parameters(grid, stages)
     busy, threads = Busy.of(config, grid), rank_threads(grid.num_ranks)
+    counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     if hardware.is_cpu:
         traced = [(stage.counts, stage.activations) for stage in stages]
         train, alone = cpu.train_seconds(traced, config.engine, grid, work, busy.training, threads)
     else:
-        train, alone = times.train_seconds(config, model_costs, grid, work, hardware)
+        train, alone = times.train_seconds(config, model_costs, counts, grid, work, hardware)
     separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
     passes = separate + (algorithm.name == "grpo" and algorithm.kl_coefficient > 0) + algorithm.log_router_gap
-    counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     parts = {
         "train": train,
         "optimizer": cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training, threads)
         if hardware.is_cpu
         else times.optimizer_seconds(config, counts, grid, work, hardware),
         "log_probs": alone * passes,
-        "generation": 0.0,
         "sync": 0.0,
         "moving": 0.0,
     }
@@ -249,9 +248,9 @@ def _seconds(
         parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training)
         parts["log_probs"] += cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
     if worker is None:
-        return times.step_seconds(config, parts, 0.0)
+        return times.step_seconds(config, parts)
     facts = config, shape, model_costs, num_parameters, work, worker, hardware
-    parts["generation"], overlapped = times.generation_seconds(*facts, num_processes=busy.generation)
+    generation = times.generation_seconds(*facts, num_processes=busy.generation)
     parts["sync"] = times.sync_seconds(config, all_sent_bytes(config, grid, stages), grid, hardware)
     if config.rollout.is_colocated and not hardware.is_cpu:
         state = stages[0].memory.parts
@@ -259,5 +258,5 @@ def _seconds(
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
     if hardware.is_cpu and not config.rollout.max_staleness and cpu.is_cold(stage.counts for stage in stages):
         activations = max(stage.activations.peak for stage in stages)
-        parts["train"] += cpu.rested_seconds(activations, parts["generation"] + parts["sync"])
-    return times.step_seconds(config, parts, overlapped)
+        parts["train"] += cpu.rested_seconds(activations, generation.in_turns + parts["sync"])
+    return times.step_seconds(config, parts, generation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from engine.config import DTYPE_BYTES
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
-from megasync.planning.cpu import passes as cpu
+from megasync.planning.cpu.decoding import Decoding
 from megasync.planning.hardware import Hardware, launches, seconds, share
 from megasync.planning.lengths import decode_steps
 from megasync.planning.meta.ranks import Counts
@@ -30,7 +30,10 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # What an adapter moves, in inputs and outputs of its linear. Inputs: read forward and for the gradient of A; their own gradient
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
-OVERLAP = 3  # the power in the mean of two times that overlap; the larger it is, the more the longer one counts
+# The power in the mean of two times that overlap; the larger it is, the more the longer one counts. In training the host runs far
+# ahead of the GPU; in generation each step waits for the one before.
+LAUNCH_OVERLAP, DECODE_OVERLAP = 6, 3
+ACCUMULATED_BYTES = 10  # a trained parameter and micro-batch: its gradient is read in 16 bits, the sum in float32 and written
 BLOCK_TOKENS, CPU_BLOCK_TOKENS = 16, 128  # of vLLM's cache: a group's samples share what is whole blocks of their prompt
 HOST_SHARE = 0.8  # of training that the host's launches take where they bind it
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
@@ -75,6 +78,11 @@ class ModelCosts:
             },
         )
 
+    def attention_of_token(self, context: float) -> float:
+        """Multiplications of one token that attends to so many, in all layers."""
+        width = self.widths["linear_proj"] - self.hidden_size
+        return 2 * width * sum(min(context, window or context) for window in self.windows)
+
     def attention(self, lengths: tuple[int, ...]) -> float:
         """Multiplications a token, mean over sequences of these lengths."""
         sizes = np.array(lengths, np.int64)
@@ -98,7 +106,20 @@ class StepSeconds:
     synchronous: float  # the step without asynchrony, on the same devices
 
 
-def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, hardware: Hardware) -> tuple[float, float]:
+class Generation(NamedTuple):
+    """Seconds of a batch."""
+
+    in_turns: float  # alone
+    beside: float  # beside training, alone
+    full: float  # beside training, among other batches, so that replicas are always full
+
+
+NO_GENERATION = Generation(0.0, 0.0, 0.0)
+
+
+def train_seconds(
+    config: Config, costs_: ModelCosts, counts: Counts, grid: Grid, work: Work, hardware: Hardware
+) -> tuple[float, float]:
     """Forward and backward passes of all optimizer steps of a batch; and one forward pass over it, as for log-probs."""
     engine = config.engine
     lengths = tuple(work.prompt_tokens + length for length in work.lengths)
@@ -121,8 +142,9 @@ def train_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work, ha
     launch = _launch_seconds(config, costs_, grid, work)
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
-    train = _overlapped(2 * passes * tokens / split / speed + adapters, launch) * bubble + sent
-    alone = _overlapped(2 * forward * tokens / split / speed + adapters / 3, launch / 3) * bubble + sent / 3
+    added = ACCUMULATED_BYTES * counts.trained * work.num_microbatches(grid) * work.num_minibatches / hardware.bandwidth
+    train = _overlapped(2 * passes * tokens / split / speed + adapters + added, launch, LAUNCH_OVERLAP) * bubble + sent
+    alone = _overlapped(2 * forward * tokens / split / speed + adapters / 3, launch / 3, LAUNCH_OVERLAP) * bubble + sent / 3
     return train, alone
 
 
@@ -133,9 +155,9 @@ def bound_by_host(config: Config, costs_: ModelCosts, grid: Grid, work: Work, fo
     return ("training",) * launched + ("generation",) * is_eager
 
 
-def _overlapped(device: float, host: float) -> float:
+def _overlapped(device: float, host: float, power: int) -> float:
     """Seconds of both at once; each waits for the other now and then, so that it takes more than the longer one."""
-    return float((device**OVERLAP + host**OVERLAP) ** (1 / OVERLAP))
+    return float((device**power + host**power) ** (1 / power))
 
 
 def _launch_seconds(config: Config, costs_: ModelCosts, grid: Grid, work: Work) -> float:
@@ -194,45 +216,50 @@ def generation_seconds(
     worker: WorkerMemory,
     hardware: Hardware,
     num_processes: int = 1,
-) -> tuple[float, float]:
-    """Of a batch that is generated alone; and where replicas are always full, as between batches that overlap.
-
-    `num_processes`: that compute at the same time on the cores of a CPU, the replicas' and whichever else.
-    """
+) -> Generation:
+    """`num_processes`: that compute at the same time on the cores of a CPU, the replicas' and whichever else."""
     rollout, item, num_active = config.rollout, DTYPE_BYTES[config.model.dtype], costs_.layers + costs_.output
     samples = -(-work.num_samples // rollout.replicas)
     at_once = min(samples, running_at_once(config, worker, work.mean_tokens))
-    base = seconds("decode_step") + costs_.num_layers * (seconds("decode_layer_eager") if rollout.enforce_eager else 0.0)
+    eager = "decode_layer_eager_experts" if costs_.experts_per_token else "decode_layer_eager"
+    base = seconds("decode_step") + costs_.num_layers * (seconds(eager) if rollout.enforce_eager else 0.0)
     graph = 0.0 if rollout.enforce_eager else costs_.num_layers * seconds("decode_layer_graph")
-    per_token = cache_bytes_per_token(config, shape)
+    per_token, context = cache_bytes_per_token(config, shape), work.mean_tokens * 0.75
     weights = num_parameters * item / rollout.tensor_parallel
     active = num_active * item / rollout.tensor_parallel
 
     if hardware.is_cpu:
-        of_cpu = cpu.Products(num_active, costs_.hidden_size, config.model.dtype, at_once, num_processes)
-        host = cpu.host_share(num_processes)
+        of_cpu = Decoding(
+            num_active,
+            costs_.hidden_size,
+            config.model.dtype,
+            num_layers=costs_.num_layers,
+            vocabulary=costs_.output / costs_.hidden_size,
+            attention=costs_.attention_of_token(context),
+            most_rows=at_once,
+            num_processes=num_processes,
+        )
 
     def one_step(running: int) -> float:
         if hardware.is_cpu:
-            own = costs_.num_layers * seconds("decode_layer_cpu") + running * seconds("decode_sequence_cpu")
-            return of_cpu.seconds(running) + host * own
-        read = min(weights, active * max(1, running)) + running * work.mean_tokens * 0.75 * per_token
+            return of_cpu.step(running)
+        read = min(weights, active * max(1, running)) + running * context * per_token
         products = 2 * num_active * running / rollout.tensor_parallel / hardware.flops(config.model.dtype)
         device = max(read / hardware.bandwidth, products) + graph
-        return _overlapped(device, base + running * seconds("decode_sequence"))
+        return _overlapped(device, base + running * seconds("decode_sequence"), DECODE_OVERLAP)
 
     block = CPU_BLOCK_TOKENS if hardware.is_cpu else BLOCK_TOKENS
     shared = work.prompt_tokens // block * block
     prompts = samples * (work.prompt_tokens - shared + shared / rollout.group_size)
     prefilled = num_active * prompts / rollout.tensor_parallel
     if hardware.is_cpu:
-        prefill = prefilled / num_active * of_cpu.prefill_seconds() + host * samples * seconds("sample_cpu")
+        prefill = of_cpu.prefill(prompts, samples)
     else:
         prefill = 2 * prefilled / hardware.flops(config.model.dtype) + samples * seconds("sample")
     alone = sum(steps * one_step(running) for steps, running in decode_steps(work.lengths, samples, at_once)) + prefill
     full = samples * (work.mean_tokens - work.prompt_tokens) / at_once * one_step(at_once) + prefill
     extra = 0.0 if hardware.is_cpu else samples * (seconds("sample_overlapped") - seconds("sample"))
-    return alone, min(alone, full) + extra
+    return Generation(alone, alone + extra, min(alone, full) + extra)
 
 
 def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardware) -> float:
@@ -243,19 +270,20 @@ def sync_seconds(config: Config, num_bytes: float, grid: Grid, hardware: Hardwar
     return num_bytes / grid.pipeline / (hardware.link * share(name)) + seconds("sync_messages")
 
 
-def step_seconds(config: Config, parts: dict[str, float], overlapped: float) -> StepSeconds:
-    """`parts`: of StepSeconds all that are not made of others; `overlapped`: generation by replicas that are always full."""
-    rollout = config.rollout
+def step_seconds(config: Config, known: dict[str, float], generation: Generation = NO_GENERATION) -> StepSeconds:
+    """`known`: of StepSeconds all others that are not made of others."""
+    rollout, parts = config.rollout, {**known, "generation": generation.in_turns}
     trainer = parts["train"] + parts["optimizer"] + parts["log_probs"]
     synchronous = trainer + parts["generation"] + parts["sync"] + parts["moving"]
     if not rollout.max_staleness or config.algorithm.name == "sft":
         at = {"generation": parts["generation"], "training": trainer, "moving state between host and device": parts["moving"]}
         return StepSeconds(**parts, step=synchronous, binding=max(at, key=at.__getitem__), staleness=0.0, synchronous=synchronous)
-    pause = parts["sync"] + (seconds("pause") if rollout.on_update == "continue" else parts["generation"] * 0.1)
-    at = {"training": trainer + parts["sync"], "generation": overlapped + pause}
+    pause = parts["sync"] + (seconds("pause") if rollout.on_update == "continue" else 0.0)
+    # A sync that drains waits for all that runs, unless replicas are as far ahead as they may be and have nothing to do.
+    is_emptied = rollout.on_update == "drain" and (rollout.max_staleness == 1 or generation.full > trainer)
+    parts["generation"] = generation.beside if is_emptied else generation.full
+    at = {"training": trainer + parts["sync"], "generation": parts["generation"] + pause}
     binding = max(at, key=at.__getitem__)
     busiest = at[binding]
-    ahead = min(rollout.max_staleness, overlapped / busiest + (1 if trainer >= overlapped else 0))
-    return StepSeconds(
-        **{**parts, "generation": overlapped}, step=busiest, binding=binding, staleness=ahead, synchronous=synchronous
-    )
+    ahead = min(rollout.max_staleness, parts["generation"] / busiest + (1 if trainer >= parts["generation"] else 0))
+    return StepSeconds(**parts, step=busiest, binding=binding, staleness=ahead, synchronous=synchronous)

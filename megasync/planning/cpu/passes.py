@@ -1,4 +1,4 @@
-"""Seconds of a rank's passes and optimizer steps, and of a replica's products, by calls that are timed on this machine.
+"""Seconds of a rank's passes and optimizer steps, by calls that are timed on this machine.
 
 What Python and autograd take beside the calls, and what a wrap takes for each parameter, goes by the time of a small layer
 (calls.py: host), in units that measured.json holds. Leaves out collectives of tensor, context, expert and pipeline parallelism.
@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
@@ -21,13 +20,11 @@ from megasync.planning.cpu.calls import accumulation, adam, fresh, host
 from megasync.planning.cpu.together import seconds_of, timed
 from megasync.planning.hardware import seconds, units
 from megasync.planning.meta.activations import Activations
-from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
+from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid, Work
 
-PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
 CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
-READ_BYTES = 2**28  # of weights whose product is timed, more than any cache holds
 RESTED_BYTES, MOST_REST_SECONDS = 2**29, 8
 
 Stages = Sequence[tuple[Counts, Activations]]
@@ -147,26 +144,3 @@ def pass_seconds(
 def host_share(num_processes: int) -> float:
     """How much longer what Python does takes than where measured.json's seconds of a CPU were measured."""
     return float(seconds_of([host()], num_processes)[host()] / units("host_seconds"))
-
-
-class Products:
-    """Of tokens by so many weights in all, which come from memory where they are more than caches hold."""
-
-    def __init__(self, num_weights: float, size: int, dtype: str, most_rows: int, num_processes: int) -> None:
-        """`size`: of a token's vector."""
-        numbers = getattr(torch, dtype)
-        columns = max(1, round(min(num_weights, READ_BYTES / numbers.itemsize) / size))
-        weights = Shape((size, columns), (1, size), numbers)
-        self._rows = [*(2**power for power in range(max(1, (most_rows - 1).bit_length()) + 1)), PREFILLED_ROWS]
-        asked = [Operation("mm", (Shape((rows, size), (size, 1), numbers), weights), 0) for rows in self._rows]
-        found = seconds_of(asked, num_processes)
-        self._seconds = [found[each] * num_weights / (size * columns) for each in asked]
-
-    def seconds(self, rows: int) -> float:
-        """Of one product of all weights."""
-        return float(np.interp(rows, self._rows[:-1], self._seconds[:-1]))
-
-    def prefill_seconds(self) -> float:
-        """A token of prompts, with all weights."""
-        return float(self._seconds[-1] / PREFILLED_ROWS)
-

@@ -21,7 +21,7 @@ from megasync.planning.shapes import Busy, Grid, Request, Work
 from megasync.planning.cpu import calls, kept, passes, together
 from megasync.planning.hardware import hardware, seconds, units
 from megasync.planning.replicas import WorkerMemory
-from megasync.planning.seconds import ModelCosts, generation_seconds, step_seconds
+from megasync.planning.seconds import Generation, ModelCosts, generation_seconds, step_seconds
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
@@ -240,7 +240,7 @@ def test_samples_of_a_group_share_whole_blocks_of_their_prompt() -> None:
     found = []
     for prompt in (32, 40, 8):
         work = Work.of(config, Request(1, gpu, 4.0, prompt))
-        found.append(generation_seconds(config, shape, costs, 0, work, worker, gpu)[0])
+        found.append(generation_seconds(config, shape, costs, 0, work, worker, gpu).in_turns)
     token = 2e9 / gpu.flops(config.model.dtype)
     assert found[1] - found[0] == pytest.approx(8 * 8 * token, rel=1e-3)
     assert found[0] - found[2] == pytest.approx((2 * 32 - 8 * 8) * token, abs=0.01 * token)
@@ -249,12 +249,20 @@ def test_samples_of_a_group_share_whole_blocks_of_their_prompt() -> None:
 def test_what_takes_longer_binds_a_step_without_turns() -> None:
     """Training or generation, each with what it waits for."""
     config = with_changes(Config(), {"rollout.max_staleness": 1, "rollout.on_update": "continue"})
-    parts = {"train": 2.0, "optimizer": 0.5, "log_probs": 0.0, "generation": 9.0, "sync": 0.5, "moving": 0.0}
-    found = [step_seconds(config, parts, overlapped) for overlapped in (2.0, 5.0)]
+    parts = {"train": 2.0, "optimizer": 0.5, "log_probs": 0.0, "sync": 0.5, "moving": 0.0}
+    found = [step_seconds(config, parts, Generation(9.0, 9.5, full)) for full in (2.0, 5.0)]
     assert [each.step for each in found] == pytest.approx([3.0, 5.5 + seconds("pause")])
     assert [each.binding for each in found] == ["training", "generation"]
-    in_turns = step_seconds(with_changes(Config(), {"rollout.max_staleness": 0}), parts, 2.0)
+    in_turns = step_seconds(with_changes(Config(), {"rollout.max_staleness": 0}), parts, Generation(9.0, 9.5, 2.0))
     assert in_turns.step == in_turns.synchronous == 12.0
+
+
+@pytest.mark.parametrize(("staleness", "full", "wanted"), [(1, 2.0, 10.0), (2, 2.0, 3.0), (2, 5.0, 10.0)])
+def test_replicas_that_each_sync_lets_run_empty_generate_a_batch_alone(staleness: int, full: float, wanted: float) -> None:
+    """With one batch in flight always, with several unless replicas, faster than the trainer, are as far ahead as they may be."""
+    config = with_changes(Config(), {"rollout.max_staleness": staleness, "rollout.on_update": "drain"})
+    parts = {"train": 2.5, "optimizer": 0.0, "log_probs": 0.0, "sync": 0.5, "moving": 0.0}
+    assert step_seconds(config, parts, Generation(9.0, 9.5, full)).step == wanted
 
 
 def test_what_ranks_exchange_grows_with_their_number() -> None:

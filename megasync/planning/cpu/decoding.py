@@ -1,0 +1,58 @@
+"""Seconds of a replica's steps on CPUs: products are timed on this machine; attention, sampling and layers go by measured.json.
+
+Leaves out how many steps there are, and of how many samples each (lengths.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.config import DTYPE_BYTES
+from megasync.planning.cpu.passes import host_share
+from megasync.planning.cpu.together import seconds_of
+from megasync.planning.hardware import seconds
+from megasync.planning.meta.operations import Operation, Shape
+
+PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
+READ_BYTES = 2**28  # of weights whose product is timed, more than any cache holds
+
+
+class Decoding:
+    """Of a model with so many weights in all, which come from memory where they are more than caches hold."""
+
+    def __init__(
+        self,
+        num_weights: float,
+        size: int,
+        dtype: str,
+        *,
+        num_layers: int,
+        vocabulary: float,
+        attention: float,
+        most_rows: int,
+        num_processes: int,
+    ) -> None:
+        """`size`: of a token's vector; `attention`: multiplications of a token with what it attends to, in all layers."""
+        numbers = getattr(torch, dtype)
+        columns = max(1, round(min(num_weights, READ_BYTES / numbers.itemsize) / size))
+        weights = Shape((size, columns), (1, size), numbers)
+        self._rows = [*(2**power for power in range(max(1, (most_rows - 1).bit_length()) + 1)), PREFILLED_ROWS]
+        asked = [Operation("mm", (Shape((rows, size), (size, 1), numbers), weights), 0) for rows in self._rows]
+        found = seconds_of(asked, num_processes)
+        timed = [found[each] * num_weights / (size * columns) for each in asked]
+        # torch is slower with 4 rows than with 16; vLLM, whose weights oneDNN has packed, is not
+        self._products = np.minimum.accumulate(timed[::-1])[::-1]
+        self._host = host_share(num_processes)
+        self._layers = num_layers * seconds("decode_layer_cpu")
+        per_product = seconds("decode_attention_cpu" if DTYPE_BYTES[dtype] == 4 else "decode_attention_cpu_16")
+        self._sequence = seconds("decode_sequence_cpu") + vocabulary * seconds("sampled_id_cpu") + attention * per_product
+
+    def step(self, running: int) -> float:
+        """In which each of so many samples gets a token."""
+        products = float(np.interp(running, self._rows[:-1], self._products[:-1]))
+        return products + self._host * (self._layers + running * self._sequence)
+
+    def prefill(self, tokens: float, samples: float) -> float:
+        """Of so many tokens of prompts, and what else so many samples take to begin and to end."""
+        return float(self._products[-1]) / PREFILLED_ROWS * tokens + self._host * samples * seconds("sample_cpu")
