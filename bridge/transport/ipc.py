@@ -8,10 +8,11 @@ bucket means.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ SCHEME = "ipc:"
 HANDLE_BYTES = 4096
 LENGTH_BYTES = 8
 DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
+ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
 
 
 class IpcWriter(ShmWriter):
@@ -52,7 +54,8 @@ class IpcWriter(ShmWriter):
         if self._device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+            with _mappable():
+                buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
             return buffer, pickle.dumps(reduce_tensor(buffer))  # type: ignore[no-untyped-call]
         self._files.append(UnlinkedFile())
         path = str(self._files[-1].path)
@@ -135,6 +138,23 @@ def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
     here = list(arguments)
     here[DEVICE_ARGUMENT] = device.index  # the sender numbers its devices in its own way
     return rebuild(*here)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _mappable() -> Iterator[None]:
+    """What is made in the block lies in a segment that torch's allocator does not extend, since CUDA has handles of those only. What
+    is made afterwards may lie in others again (get_free_block in c10/cuda/CUDACachingAllocator.cpp looks at the setting each
+    time). Where the user has settings of the allocator, these stay.
+    """
+    is_extended = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    if not is_extended or any(os.environ.get(name) for name in ENVIRONMENT):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _scope(device: torch.device) -> Any:

@@ -46,7 +46,7 @@ fitted=(3b-share 3b-eager 3b-colocated 135m-graphs 135m-eager experts-share)
 held_out=(7b-lora 7b-colocated 3b-tensor-share 3b-adapter 3b-colocated-share 135m-lora experts-eager 135m-colocated)
 fitted_steps=(steps-3b-colocated steps-3b-colocated-eager steps-135m steps-135m-colocated)
 held_out_steps=(steps-3b-eager steps-7b-lora steps-experts steps-3b-stale steps-7b-colocated steps-experts-colocated steps-3b-fsdp-long
-  steps-3b-adapter steps-3b-kl steps-7b-stale)
+  steps-3b-adapter steps-3b-kl steps-7b-stale steps-3b-lora-colocated steps-experts-graphs steps-3b-selective)
 cases=("$@")
 [ $# -gt 0 ] || cases=("${fitted[@]}" "${held_out[@]}" "${fitted_steps[@]}" "${held_out_steps[@]}")
 lora=(engine.lora.rank=32 engine.lora.alpha=64)
@@ -84,6 +84,9 @@ for case in "${cases[@]}"; do
     steps-3b-adapter) steps "$case" 3b 2 200 100 "${lora[@]}" engine.lora.sync=adapter rollout.max_staleness=1 data.batch_size=24 rollout.max_new_tokens=384 ;;
     steps-3b-kl) steps "$case" 3b 1 128 150 "${colocated[@]}" algorithm.kl_coefficient=0.01 algorithm.num_minibatches=2 data.batch_size=32 rollout.max_new_tokens=256 ;;
     steps-7b-stale) steps "$case" 7b 2 256 0 "${lora[@]}" rollout.max_staleness=4 data.batch_size=16 rollout.max_new_tokens=512 ;;
+    steps-3b-lora-colocated) steps "$case" 3b 1 300 100 "${lora[@]}" "${colocated[@]}" data.batch_size=24 rollout.max_new_tokens=512 ;;
+    steps-experts-graphs) steps "$case" 30b-a3b-3 1 256 0 "${colocated[@]}" engine.recompute=full data.batch_size=24 rollout.max_new_tokens=512 ;;
+    steps-3b-selective) steps "$case" 3b 1 350 200 "${colocated[@]}" engine.recompute=selective data.batch_size=12 rollout.max_new_tokens=512 ;;
     *) echo "no such case: $case" >&2; exit 2 ;;
   esac
 done

@@ -30,7 +30,7 @@ def enable_expandable_segments() -> None:
 
     Packed batches differ in length, so each step asks for other sizes than the one before, and without it cached segments that
     fit none of them pile up until the GPU is full. Call before the first tensor is on the GPU. Other processes cannot map such
-    memory by CUDA's IPC handles.
+    memory by CUDA's IPC handles: what they are to map is made with the setting off (bridge/transport/ipc.py).
     """
     if has_cuda() and not any(os.environ.get(name) for name in ENVIRONMENT):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -50,10 +50,8 @@ class Layout:
         return self.data_rank * self.context_size + self.context_rank
 
 
-def initialize(
-    config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0, *, shares_memory_over_ipc: bool = False
-) -> Layout:
-    """Join the world and build the groups. `shares_memory_over_ipc`: other processes will map this rank's GPU memory.
+def initialize(config: ParallelConfig, seed: int, timeout_seconds: float = 1800.0) -> Layout:
+    """Join the world and build the groups.
 
     Raises:
         ValueError: the world size is no multiple of tensor * pipeline * context, or of tensor * pipeline * expert.
@@ -62,8 +60,7 @@ def initialize(
         raise ValueError(str(found))
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if not shares_memory_over_ipc:
-        memory.enable_expandable_segments()
+    memory.enable_expandable_segments()
     if not device.has_cuda():
         gloo.share_device()
     if not dist.is_initialized():

@@ -255,6 +255,7 @@ def _seconds(
     if config.rollout.is_colocated and not hardware.is_cpu:
         state = stages[0].memory.parts
         away = sum(state.get(STAYS_AWAY[kind], 0) for kind in config.rollout.offload_trainer if kind != "gradients")
+        away += state.get("reference", 0) if "parameters" in config.rollout.offload_trainer else 0
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
     if hardware.is_cpu and not config.rollout.max_staleness and cpu.is_cold(stage.counts for stage in stages):
         activations = max(stage.activations.peak for stage in stages)

@@ -22,9 +22,6 @@ from megasync.planning.shapes import Grid
 PREFETCHED = 500_000_000  # elements that Megatron-FSDP gathers ahead (megatron_fsdp.py:444)
 QUEUED = 1_000_000_000  # elements of gradients that wait to be reduced (megatron_fsdp.py:443)
 RESERVED_SHARE = 0.02  # of what is allocated, that torch's allocator has reserved beside it
-# Likewise, of what comes and goes in passes, where other processes map a rank's memory, so that segments cannot be extended
-# (engine/runtime/memory.py: enable_expandable_segments): it grows over the first steps, whose micro-batches differ in size.
-FRAGMENTS_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,6 @@ class RankMemory:
     step: int = 0
     outside: int = 0  # of torch's allocator: CUDA's context, NCCL
     host: int = 0
-    fragments: int = 0  # that torch's allocator has reserved and cannot use
     loading: int = 0  # of the host, before: with the file that the weights come from
     version_log: int = 0  # of `host`, where the rank is a sender: the copy that sync.log=deltas compares with
 
@@ -48,7 +44,7 @@ class RankMemory:
     @property
     def device(self) -> int:
         """What the process takes of its device."""
-        return round(self.tensors_peak * (1 + RESERVED_SHARE)) + self.fragments + self.outside
+        return round(self.tensors_peak * (1 + RESERVED_SHARE)) + self.outside
 
 
 def state_bytes(counts: Counts, engine: EngineConfig, dtype: str, grid: Grid) -> dict[str, int]:
@@ -102,7 +98,7 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
     outside += 0 if is_cpu or not sends_over_nccl else num_bytes("nccl")
     on_host = state["optimizer"] if is_away else 0
     if is_colocated:
-        on_host = state["weights"] + state["optimizer"]
+        on_host = state["weights"] + reference + state["optimizer"]
     passes = tensors + (0 if is_away else state["optimizer"])
     own = num_bytes("host_process") + (num_bytes("host_driver") if bucket_bytes else 0) + round(share("heap_holes") * held)
     host = own if is_cpu else num_bytes("host_process_gpu") + on_host
@@ -112,7 +108,6 @@ def rank_memory(  # noqa: PLR0913 - the facts of a rank, by keyword
         step,
         outside,
         host + max(passes, step) if is_cpu else host,
-        fragments=0 if is_cpu or not is_colocated else round(FRAGMENTS_SHARE * (held + working + sum(gathered))),
         loading=0 if is_cpu else num_bytes("host_loading_gpu") + counts.whole * item,
     )
 

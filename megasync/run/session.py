@@ -51,8 +51,7 @@ class Session:
         self.clock = StepClock(psutil.Process().create_time())
         self.heartbeat = Heartbeat.of_process(config.run.hung_rank_timeout_seconds)
         self.heartbeat.start()
-        is_colocated = config.rollout.is_colocated
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=is_colocated)
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed)
         self.checkpoints = Checkpoints(config)
         self.step = self.first_step = self.checkpoints.first_step
         self.progress = self.checkpoints.progress(config.data.batch_size)

@@ -58,13 +58,11 @@ class BenchRank(Program):
     """Methods are collective unless they say otherwise; rank 0 alone has pools and results."""
 
     trains = True  # False: weights that change by their signs need no gradients
-    shares_memory = False  # True: other processes map memory of this rank's GPU, as replicas on the trainer's GPUs do
 
     def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
         super().__init__(config, results_path, ends)
         ends.callback(parallel.shutdown)
-        shares_memory = self.shares_memory or config.rollout.is_colocated
-        self.layout = parallel.initialize(config.engine.parallel, config.run.seed, shares_memory_over_ipc=shares_memory)
+        self.layout = parallel.initialize(config.engine.parallel, config.run.seed)
         self.from_all = Ranks(control_group()).gather
 
     def build_engine(self, engine: EngineConfig) -> Engine:

@@ -45,7 +45,7 @@ END_SECONDS = 10.0
 class LanesBench(BenchRank):
     """The rounds. Calls are collective; rank 0 alone has pools and results."""
 
-    trains, shares_memory = False, True
+    trains = False
 
     def start(self) -> None:
         self.engine = self.build_engine(self.config.engine)
