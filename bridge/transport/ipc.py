@@ -142,8 +142,9 @@ def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _mappable() -> Iterator[None]:
-    """What is made in the block lies in a segment that torch's allocator does not extend, since CUDA has handles of those only. What
-    is made afterwards may lie in others again (get_free_block in c10/cuda/CUDACachingAllocator.cpp looks at the setting each
+    """What is made in the block lies in a segment that torch's allocator does not extend, since CUDA has handles of those only.
+
+    What is made afterwards may lie in others again (get_free_block in c10/cuda/CUDACachingAllocator.cpp looks at the setting each
     time). Where the user has settings of the allocator, these stay.
     """
     is_extended = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
