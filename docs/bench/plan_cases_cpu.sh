@@ -4,7 +4,7 @@
 # Each run writes its plan right before its first step, and ends with the table of what was planned and what came of it; then the plan
 # is made once more, as the machine is now and with the lengths of responses that there were. Both are in OUT/CASE.txt too.
 # The cores have to be quiet. Not among all, since no number of the seconds was chosen with them in sight, but gloo's: smol-ddp-2, smol-lora-bf16,
-# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale; nor, since, smol-rl-lora, smol-rl-long, smol-recompute-2.
+# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale; nor, since, smol-rl-lora, smol-rl-long, smol-recompute-2; nor smol-rl-bf16, smol-rl-stale.
 set -uo pipefail
 out=$1; smollm2=$2; shift 2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -65,6 +65,8 @@ for case in "${cases[@]}"; do
     smol-rl) rl "$case" ;;
     smol-rl-lora) rl "$case" engine.lora.rank=8 data.batch_size=6 ;;
     smol-rl-long) rl "$case" engine.wrap=ddp rollout.max_new_tokens=64 data.batch_size=3 ;;
+    smol-rl-bf16) rl "$case" model.dtype=bfloat16 rollout.max_new_tokens=40 data.batch_size=7 ;;
+    smol-rl-stale) rl "$case" rollout.max_staleness=1 rollout.on_update=continue rollout.max_new_tokens=32 ;;
     smol-recompute-2) smol "$case" 2 engine.wrap=megatron_fsdp engine.recompute=full run.steps=6 data.batch_size=24 ;;
     smol-ddp-2) smol "$case" 2 ;;
     smol-lora-bf16) smol "$case" 1 engine.lora.rank=16 model.dtype=bfloat16 data.batch_size=8 ;;

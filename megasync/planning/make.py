@@ -245,8 +245,8 @@ def _seconds(
     }
     if hardware.is_cpu:
         has_canary = worker is not None and config.sync.canary_tolerance
-        parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training)
-        parts["log_probs"] += cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
+        canary = cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
+        parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training) + canary
     if worker is None:
         return times.step_seconds(config, parts)
     facts = config, shape, model_costs, num_parameters, work, worker, hardware
@@ -257,7 +257,7 @@ def _seconds(
         away = sum(state.get(STAYS_AWAY[kind], 0) for kind in config.rollout.offload_trainer if kind != "gradients")
         away += state.get("reference", 0) if "parameters" in config.rollout.offload_trainer else 0
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
-    if hardware.is_cpu and not config.rollout.max_staleness and cpu.is_cold(stage.counts for stage in stages):
-        activations = max(stage.activations.peak for stage in stages)
-        parts["train"] += cpu.rested_seconds(activations, generation.in_turns + parts["sync"])
+    if hardware.is_cpu and cpu.is_cold(stage.counts for stage in stages):
+        rest = parts["sync"] + canary + (0.0 if config.rollout.max_staleness else generation.in_turns)
+        parts["train"] += cpu.rested_seconds(max(stage.activations.peak for stage in stages), rest)
     return times.step_seconds(config, parts, generation)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import psutil
 import torch
 
 from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
@@ -25,7 +26,8 @@ from megasync.planning.meta.ranks import Counts
 from megasync.planning.shapes import Grid, Work
 
 CACHED_BYTES = 2**26  # of weights, more than the caches of a core's share
-RESTED_BYTES, MOST_REST_SECONDS = 2**29, 8
+# Of so much the seconds hardly vary from one time to the next; of 512 MiB hosts take back all or nothing.
+RESTED_BYTES, MOST_REST_SECONDS = 2**31, 8
 
 Stages = Sequence[tuple[Counts, Activations]]
 
@@ -93,19 +95,19 @@ def rested_seconds(num_bytes: float, rest: float) -> float:
     memory that was free just now: hosts take back what a virtual machine has free. The first call for a rest takes as long.
     """
     whole = min(MOST_REST_SECONDS, 2 ** math.ceil(math.log2(max(1.0, rest))))
-    return _rested(whole) * num_bytes
+    return _rested(whole, min(RESTED_BYTES, round(num_bytes), psutil.virtual_memory().available // 2)) * num_bytes
 
 
 @functools.cache
-def _rested(rest: int) -> float:
-    """Of a byte."""
+def _rested(rest: int, size: int) -> float:
+    """Of one byte of so many."""
 
     def take() -> None:
-        torch.empty(RESTED_BYTES, dtype=torch.uint8).fill_(1)
+        torch.empty(size, dtype=torch.uint8).fill_(1)
 
     take()
     time.sleep(rest)
-    return max(0.0, timed(take) - timed(take)) / RESTED_BYTES
+    return max(0.0, timed(take) - timed(take)) / size
 
 
 def gather_seconds(elements: int, grid: Grid, size: str = "") -> float:
