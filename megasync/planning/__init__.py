@@ -12,6 +12,8 @@ hardware.py    GPUs, and the measured shares of their speed in measured.json (no
 lengths.py     how long responses are (no torch)
 version_log.py what sync.log takes (no torch)
 cpu/           seconds of what was traced, on this machine's CPU
+model_costs.py multiplications of a model's passes
+generation.py  seconds of a batch's generation
 seconds.py     seconds of a step and its parts
 stages.py      a pipeline stage's memory, and what does not fit
 make.py        all of it together: a Plan

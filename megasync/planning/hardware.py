@@ -99,3 +99,8 @@ def kind_of(name: str) -> str | None:
 def with_memory(known: Hardware, total_bytes: int) -> Hardware:
     """Of a device whose memory is known."""
     return replace(known, memory_bytes=total_bytes)
+
+
+def overlapped(device: float, host: float, power: int) -> float:
+    """Seconds of both at once; each waits for the other now and then, so that it takes more than the longer one."""
+    return float((device**power + host**power) ** (1 / power))

@@ -22,10 +22,12 @@ from megasync.planning import seconds as times
 from megasync.planning import version_log
 from megasync.planning.cpu import passes as cpu
 from megasync.planning.cpu.together import rank_threads
+from megasync.planning.generation import NO_GENERATION, Generation, generation_seconds
 from megasync.planning.hardware import Hardware, seconds
 from megasync.planning.memory import RankMemory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
+from megasync.planning.model_costs import ModelCosts
 from megasync.planning.replicas import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK, WorkerMemory, worker_memory
 from megasync.planning.shapes import Busy, Grid, Request, Work
 from megasync.planning.stages import (
@@ -173,14 +175,14 @@ def plan_of_rank(config: Config, request: Request, stage: int) -> Plan:
     return _plan(config, request, (stage,), lambda _, lengths: _trace(config, engine, lengths, on_cpu=request.hardware.is_cpu))
 
 
-Traced = tuple[Counts, Activations, times.ModelCosts]
+Traced = tuple[Counts, Activations, ModelCosts]
 _TRACED: dict[str, Traced] = {}  # what was traced in this process: layouts that are tried share much of it
 
 
 def _trace(config: Config, engine: EngineConfig, lengths: tuple[int, ...], *, on_cpu: bool) -> Traced:
     rank = build_rank(config.model, engine)
     found = trace(rank, engine, lengths, has_entropy=_has_entropy(config), on_cpu=on_cpu)
-    return rank.counts, found, times.ModelCosts.of(rank.bridge)
+    return rank.counts, found, ModelCosts.of(rank.bridge)
 
 
 def _has_entropy(config: Config) -> bool:
@@ -202,8 +204,12 @@ def _plan(
     hardware, is_grpo = request.hardware, config.algorithm.name == "grpo"
     sent = max(sent_bytes(config, grid, stage.counts) for stage in stages)
     worker = worker_memory(config, shape, num_parameters, hardware, sent) if is_grpo else None
-    found_seconds = _seconds(config, request.hardware, grid, work, stages, worker, model_costs, shape)
-    bound = () if hardware.is_cpu else times.bound_by_host(config, model_costs, grid, work, found_seconds)
+    generation = NO_GENERATION
+    if worker is not None:
+        facts = config, shape, model_costs, num_parameters, work, worker, hardware
+        generation = generation_seconds(*facts, num_processes=Busy.of(config, grid).generation)
+    found_seconds = _seconds(config, request.hardware, grid, work, stages, model_costs, generation)
+    bound = () if hardware.is_cpu else times.bound_by_host(config, model_costs, grid, work, found_seconds.train, generation)
     problems = problems_of(config, hardware, stages, worker, grid)
     return Plan(config, request, grid, work, tuple(stages), worker, found_seconds, num_parameters, problems, bound)
 
@@ -220,11 +226,10 @@ def _seconds(
     grid: Grid,
     work: Work,
     stages: list[Stage],
-    worker: WorkerMemory | None,
-    model_costs: times.ModelCosts,
-    shape: ModelShape,
+    model_costs: ModelCosts,
+    generation: Generation,
 ) -> times.StepSeconds:
-    algorithm, num_parameters = config.algorithm, count_parameters(grid, stages)
+    algorithm = config.algorithm
     busy, threads = Busy.of(config, grid), rank_threads(grid.num_ranks)
     counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     if hardware.is_cpu:
@@ -244,13 +249,11 @@ def _seconds(
         "moving": 0.0,
     }
     if hardware.is_cpu:
-        has_canary = worker is not None and config.sync.canary_tolerance
+        has_canary = algorithm.name == "grpo" and config.sync.canary_tolerance
         canary = cpu.canary_seconds(alone, work.tokens / grid.data) if has_canary else 0.0
         parts["log_probs"] += cpu.samples_seconds(work.num_samples, busy.training) + canary
-    if worker is None:
+    if algorithm.name != "grpo":
         return times.step_seconds(config, parts)
-    facts = config, shape, model_costs, num_parameters, work, worker, hardware
-    generation = times.generation_seconds(*facts, num_processes=busy.generation)
     parts["sync"] = times.sync_seconds(config, all_sent_bytes(config, grid, stages), grid, hardware)
     if config.rollout.is_colocated and not hardware.is_cpu:
         state = stages[0].memory.parts

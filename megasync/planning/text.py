@@ -70,7 +70,8 @@ def _seconds(plan: Plan) -> list[str]:
     lines += [f"  {'step':<{WIDTH}} {found.step:9.3f}   {found.binding} binds"]
     if plan.bound_by_host:
         phases = " and ".join(plan.bound_by_host)
-        lines += [f"the host, which launches kernels, binds {phases}: hosts differ in that by up to {HOSTS_DIFFER}"]
+        told = f"the host, which launches kernels and schedules samples, binds {phases}"
+        lines += [f"{told}: hosts differ in that by up to {HOSTS_DIFFER}"]
     if plan.config.rollout.max_staleness and plan.worker is not None:
         gain = found.synchronous / found.step
         lines += [f"expected staleness {found.staleness:.1f}; {gain:.2f} times as fast as max_staleness=0 on the same devices"]

@@ -9,16 +9,18 @@ import numpy as np
 import torch
 
 from engine.config import DTYPE_BYTES
+from megasync.config.schema import Config
 from megasync.planning.cpu.passes import host_share
 from megasync.planning.cpu.together import seconds_of
 from megasync.planning.hardware import seconds
 from megasync.planning.meta.operations import Operation, Shape
+from megasync.planning.model_costs import ModelCosts
 
 PREFILLED_ROWS = 256  # tokens of prompts that a step of a replica is taken to have
 READ_BYTES = 2**28  # of weights whose product is timed, more than any cache holds
 
 
-class Decoding:
+class CpuDecoding:
     """Of a model with so many weights in all, which come from memory where they are more than caches hold."""
 
     def __init__(
@@ -48,6 +50,20 @@ class Decoding:
         per_product = seconds("decode_attention_cpu" if DTYPE_BYTES[dtype] == 4 else "decode_attention_cpu_16")
         self._sequence = seconds("decode_sequence_cpu") + vocabulary * seconds("sampled_id_cpu") + attention * per_product
 
+    @staticmethod
+    def of(config: Config, model: ModelCosts, context: float, most_rows: int, num_processes: int) -> CpuDecoding:
+        """`context`: tokens that one attends to, mean."""
+        return CpuDecoding(
+            model.layers + model.output,
+            model.hidden_size,
+            config.model.dtype,
+            num_layers=model.num_layers,
+            vocabulary=model.output / model.hidden_size,
+            attention=model.attention_of_token(context),
+            most_rows=most_rows,
+            num_processes=num_processes,
+        )
+
     def step(self, running: int) -> float:
         """In which each of so many samples gets a token."""
         products = float(np.interp(running, self._rows[:-1], self._products[:-1]))
@@ -56,3 +72,6 @@ class Decoding:
     def prefill(self, tokens: float, samples: float) -> float:
         """Of so many tokens of prompts, and what else so many samples take to begin and to end."""
         return float(self._products[-1]) / PREFILLED_ROWS * tokens + self._host * samples * seconds("sample_cpu")
+
+    def is_bound_by_host(self, running: int) -> bool:
+        return False

@@ -91,7 +91,12 @@ def test_a_plan_for_a_cpu_counts_the_canary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shapes", "is_eager", "bound"),
-    [("135m", False, "training"), ("135m", True, "training and generation"), ("7b", True, "generation"), ("7b", False, "")],
+    [
+        ("135m", False, "training and generation"),
+        ("135m", True, "training and generation"),
+        ("7b", True, "generation"),
+        ("7b", False, ""),
+    ],
 )
 def test_what_hosts_differ_in_is_told(shapes: str, is_eager: bool, bound: str, tmp_path: Path) -> None:
     rollout = {"max_new_tokens": 512, "max_model_len": 1024, "enforce_eager": is_eager}

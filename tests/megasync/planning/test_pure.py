@@ -16,12 +16,14 @@ from engine.config import EngineConfig
 from megasync.config.load import with_changes
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
+from megasync.planning.generation import Generation, generation_seconds
 from megasync.planning.lengths import decode_steps, quantiles
+from megasync.planning.model_costs import ModelCosts
 from megasync.planning.shapes import Busy, Grid, Request, Work
 from megasync.planning.cpu import calls, kept, passes, together
 from megasync.planning.hardware import hardware, seconds, units
 from megasync.planning.replicas import WorkerMemory
-from megasync.planning.seconds import Generation, ModelCosts, generation_seconds, step_seconds
+from megasync.planning.seconds import step_seconds
 from megasync.planning.meta.activations import Activations
 from megasync.planning.meta.ranks import Counts
 from megasync.planning.meta.operations import LARGE_BYTES, Operation, Operations, Shape
