@@ -23,7 +23,7 @@ from megasync.planning import version_log
 from megasync.planning.cpu import passes as cpu
 from megasync.planning.cpu.together import rank_threads
 from megasync.planning.generation import NO_GENERATION, Generation, generation_seconds
-from megasync.planning.hardware import Hardware, seconds
+from megasync.planning.hardware import Hardware, seconds, units
 from megasync.planning.memory import RankMemory
 from megasync.planning.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.planning.meta.ranks import Counts, build_rank, world
@@ -262,5 +262,6 @@ def _seconds(
         parts["moving"] = 2 * away / hardware.host_link + seconds("sleep")
     if hardware.is_cpu and cpu.is_cold(stage.counts for stage in stages):
         rest = parts["sync"] + canary + (0.0 if config.rollout.max_staleness else generation.in_turns)
-        parts["train"] += cpu.rested_seconds(max(stage.activations.peak for stage in stages), rest)
+        rested = cpu.rested_seconds(max(stage.activations.peak for stage in stages), rest)
+        parts["train"] = max(train, train / units("in_step") + rested)  # which has memory that comes anew, too
     return times.step_seconds(config, parts, generation)

@@ -5,6 +5,8 @@ Leaves out how many steps there are, and of how many samples each (lengths.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -36,15 +38,12 @@ class CpuDecoding:
         num_processes: int,
     ) -> None:
         """`size`: of a token's vector; `attention`: multiplications of a token with what it attends to, in all layers."""
-        numbers = getattr(torch, dtype)
-        columns = max(1, round(min(num_weights, READ_BYTES / numbers.itemsize) / size))
-        weights = Shape((size, columns), (1, size), numbers)
-        self._rows = [*(2**power for power in range(max(1, (most_rows - 1).bit_length()) + 1)), PREFILLED_ROWS]
-        asked = [Operation("mm", (Shape((rows, size), (size, 1), numbers), weights), 0) for rows in self._rows]
-        found = seconds_of(asked, num_processes)
-        timed = [found[each] * num_weights / (size * columns) for each in asked]
-        # torch is slower with 4 rows than with 16; vLLM, whose weights oneDNN has packed, is not
-        self._products = np.minimum.accumulate(timed[::-1])[::-1]
+        self._rows = [2**power for power in range(max(1, (most_rows - 1).bit_length()) + 1)]
+        taken = _products([*self._rows, PREFILLED_ROWS], num_weights, size, dtype, num_processes)
+        self._prefill = taken.pop() / PREFILLED_ROWS
+        if DTYPE_BYTES[dtype] < 4:  # one row waits for memory, of which it reads half as much
+            taken[0] = min(taken[0], _products([1], num_weights, size, "float32", num_processes)[0] / 2)
+        self._products = least_convex(self._rows, taken)
         self._host = host_share(num_processes)
         self._layers = num_layers * seconds("decode_layer_cpu")
         per_product = seconds("decode_attention_cpu" if DTYPE_BYTES[dtype] == 4 else "decode_attention_cpu_16")
@@ -66,12 +65,38 @@ class CpuDecoding:
 
     def step(self, running: int) -> float:
         """In which each of so many samples gets a token."""
-        products = float(np.interp(running, self._rows[:-1], self._products[:-1]))
+        products = float(np.interp(running, self._rows, self._products))
         return products + self._host * (self._layers + running * self._sequence)
 
     def prefill(self, tokens: float, samples: float) -> float:
         """Of so many tokens of prompts, and what else so many samples take to begin and to end."""
-        return float(self._products[-1]) / PREFILLED_ROWS * tokens + self._host * samples * seconds("sample_cpu")
+        return self._prefill * tokens + self._host * samples * seconds("sample_cpu")
 
     def is_bound_by_host(self, running: int) -> bool:
         return False
+
+
+def _products(rows: Sequence[int], num_weights: float, size: int, dtype: str, num_processes: int) -> list[float]:
+    """Seconds of so many rows with all weights, as torch takes them."""
+    numbers = getattr(torch, dtype)
+    columns = max(1, round(min(num_weights, READ_BYTES / numbers.itemsize) / size))
+    weights = Shape((size, columns), (1, size), numbers)
+    asked = [Operation("mm", (Shape((each, size), (size, 1), numbers), weights), 0) for each in rows]
+    found = seconds_of(asked, num_processes)
+    return [found[each] * num_weights / (size * columns) for each in asked]
+
+
+def least_convex(places: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Of each place the least that a line between two points has there: torch takes longer for 4 rows than for 16, vLLM, whose
+    weights oneDNN has packed, does not.
+    """
+    points = [*zip(places, values, strict=True)]
+    return [
+        min(
+            value + (after - value) * (here - place) / (beyond - place) if beyond > place else value
+            for place, value in points
+            for beyond, after in points
+            if place <= here <= beyond
+        )
+        for here in places
+    ]

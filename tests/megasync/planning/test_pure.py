@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from megasync.config.load import with_changes
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
+from megasync.planning.cpu.decoding import least_convex
 from megasync.planning.generation import Generation, generation_seconds
 from megasync.planning.lengths import decode_steps, quantiles
 from megasync.planning.model_costs import ModelCosts
@@ -232,6 +233,11 @@ def test_memory_that_rested_is_planned_by_what_it_takes_longer(monkeypatch: pyte
     assert passes.rested_seconds(2**22, 100.0) == 0.0
     assert rests == [4, 8]
     passes._rested.cache_clear()
+
+
+def test_products_of_few_rows_take_no_longer_than_those_of_more() -> None:
+    assert least_convex([1, 2, 4, 8], [4.0, 9.0, 9.0, 11.0]) == [4.0, 5.0, 7.0, 11.0]
+    assert least_convex([1, 2, 4], [8.0, 6.0, 4.0]) == pytest.approx([8.0, 6.0, 4.0])
 
 
 def test_samples_of_a_group_share_whole_blocks_of_their_prompt() -> None:
