@@ -95,7 +95,8 @@ def rested_seconds(num_bytes: float, rest: float) -> float:
     memory that was free just now: hosts take back what a virtual machine has free. The first call for a rest takes as long.
     """
     whole = min(MOST_REST_SECONDS, 2 ** math.ceil(math.log2(max(1.0, rest))))
-    return _rested(whole, min(RESTED_BYTES, round(num_bytes), psutil.virtual_memory().available // 2)) * num_bytes
+    size = max(1, min(RESTED_BYTES, round(num_bytes), psutil.virtual_memory().available // 2))
+    return _rested(whole, size) * num_bytes
 
 
 @functools.cache
