@@ -4,7 +4,8 @@
 # Each run writes its plan right before its first step, and ends with the table of what was planned and what came of it; then the plan
 # is made once more, as the machine is now and with the lengths of responses that there were. Both are in OUT/CASE.txt too.
 # The cores have to be quiet. Not among all, since no number of the seconds was chosen with them in sight, but gloo's: smol-ddp-2, smol-lora-bf16,
-# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale; nor, since, smol-rl-lora, smol-rl-long, smol-recompute-2; nor smol-rl-bf16, smol-rl-stale.
+# smol-fsdp-8, smol-lora-2, tiny-moe, quickstart-rl-stale; nor, since, smol-recompute-2. Of smol-rl-* what a plan counts was
+# chosen with the runs in sight.
 set -uo pipefail
 out=$1; smollm2=$2; shift 2
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -44,9 +44,9 @@ responses='' prompts=0 # else of `steps`
 
 fitted=(3b-share 3b-eager 3b-colocated 135m-graphs 135m-eager experts-share)
 held_out=(7b-lora 7b-colocated 3b-tensor-share 3b-adapter 3b-colocated-share 135m-lora experts-eager 135m-colocated)
-fitted_steps=(steps-3b-colocated steps-3b-colocated-eager steps-135m steps-135m-colocated)
-held_out_steps=(steps-3b-eager steps-7b-lora steps-experts steps-3b-stale steps-7b-colocated steps-experts-colocated steps-3b-fsdp-long
-  steps-3b-adapter steps-3b-kl steps-7b-stale steps-3b-lora-colocated steps-experts-graphs steps-3b-selective)
+fitted_steps=(steps-3b-colocated steps-3b-colocated-eager steps-135m steps-135m-colocated steps-3b-eager steps-7b-lora steps-experts
+  steps-3b-stale steps-7b-colocated steps-experts-colocated steps-3b-fsdp-long steps-3b-adapter steps-3b-kl steps-7b-stale)
+held_out_steps=(steps-3b-lora-colocated steps-experts-graphs steps-3b-selective)
 cases=("$@")
 [ $# -gt 0 ] || cases=("${fitted[@]}" "${held_out[@]}" "${fitted_steps[@]}" "${held_out_steps[@]}")
 lora=(engine.lora.rank=32 engine.lora.alpha=64)
