@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Takes the figures of docs/benchmarks.md that need GPUs: docs/bench/gpus.sh OUT CASE [CASE ...]; a case says on which GPUs it runs.
 # Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere, RANKS=1 gives a GRPO run so many trainer ranks,
-# EXTRA="key=value ..." goes to all. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log.
+# EXTRA="key=value ..." goes to all. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log, and the exit code is 1.
 set -uo pipefail
 unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} failed=0
 
 end() { # CASE EXIT_CODE PATTERN: what matters of its log
   echo "$1: exit code $2"
+  [ "$2" = 0 ] || failed=1
   if [ "$2" = 0 ]; then grep -E "$3" "$out/$1.log" | tail -40; else grep -E "$3|Error" "$out/$1.log" | tail -5; tail -25 "$out/$1.log"; fi
 }
 
@@ -28,7 +29,8 @@ shared() { # COMMAND...: processes of one GPU side by side, by CUDA's MPS where 
     nvidia-cuda-mps-control -d
     "$@"
     echo quit | nvidia-cuda-mps-control
-  )
+    exit "$failed"
+  ) || failed=1
 }
 
 lanes() { # CASE GPUS [key=value ...]: without vLLM
@@ -161,3 +163,4 @@ for case in "$@"; do
     *) echo "no such case: $case" >&2; exit 2 ;;
   esac
 done
+exit $failed

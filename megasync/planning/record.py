@@ -1,8 +1,8 @@
 """plan.json in a run's folder, and what came of it: predicted over actual. Where no plan can be made, that is a note.
 
-note = write_plan(config, layout, lengths)       # rank 0, when the engine is there
-summary |= outcome(folder, summary)                   # at the end
-print(compare(folder))                            # megasync plan --compare RUN
+notes = write_plan(config, num_ranks, stage, lengths)    # rank 0, when the engine is there
+summary |= outcome(folder, summary)                      # at the end
+print(compare(folder))                                   # megasync plan --compare RUN
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MEDIANS = ("step/seconds", "rollout/seconds", "sync/seconds")
 TRAIN = "train"  # the timeline's span
 
 
-def write_plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[int, int]]) -> str | None:
-    """Of this process, whose groups are there. Returns a note where no plan could be made. Not collective.
+def write_plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[int, int]]) -> list[str]:
+    """Of this process, whose groups are there. Returns notes: what does not fit, or that no plan could be made. Not collective.
 
     `lengths`: tokens of prompt and response of some examples; without rollouts those are what is trained on.
     """
@@ -37,8 +37,14 @@ def write_plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tup
         plan = _plan(config, num_ranks, stage, lengths)
         write_atomically(config.run.folder / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
     except Exception as error:  # noqa: BLE001 - whatever it is, the run does not need it
-        return f"no plan of this run could be made: {type(error).__name__}: {error}".splitlines()[0]
-    return None
+        return [f"no plan of this run could be made: {type(error).__name__}: {error}".splitlines()[0]]
+    return warnings_of(plan)
+
+
+def warnings_of(plan: Mapping[str, Any]) -> list[str]:
+    """A line for each thing that does not fit; the run goes on, as plans are a few percent off."""
+    remedy = "megasync plan, with the run's config and keys, names the nearest change that fits"
+    return [f"may run out of memory, by its plan: {problem}; {remedy}" for problem in plan["problems"]]
 
 
 def _plan(config: Config, num_ranks: int, stage: int, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:

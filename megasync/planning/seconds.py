@@ -23,7 +23,6 @@ LORA_PASSES = 2.0  # of frozen weights: forward, and the gradients of inputs
 # is written, read again and added to the linear's. Outputs: written and added to the linear's; their gradient is read twice.
 ADAPTER_MOVES = 6
 OVERLAP = 6  # of overlapped(): the host runs far ahead of the GPU
-ACCUMULATED_BYTES = 10  # a trained parameter and micro-batch: its gradient is read in 16 bits, the sum in float32 and written
 HOST_SHARE = 0.8  # of training that the host's launches take where they bind it
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
 
@@ -69,7 +68,9 @@ def train_seconds(
     launch = _launch_seconds(config, costs_, grid, work)
     sent = _communication_seconds(config, grid, tokens, costs_, hardware)
     adapters = _adapter_seconds(config, costs_, tokens / split, hardware)
-    added = ACCUMULATED_BYTES * counts.trained * work.num_microbatches(grid) * work.num_minibatches / hardware.bandwidth
+    # a trained parameter and micro-batch: its gradient is read, and the sum of those before read and written
+    accumulated = DTYPE_BYTES[config.model.dtype] + 2 * DTYPE_BYTES[engine.gradient_dtype]
+    added = accumulated * counts.trained * work.num_microbatches(grid) * work.num_minibatches / hardware.bandwidth
     train = overlapped(2 * passes * tokens / split / speed + adapters + added, launch, OVERLAP) * bubble + sent
     alone = overlapped(2 * forward * tokens / split / speed + adapters / 3, launch / 3, OVERLAP) * bubble + sent / 3
     return train, alone

@@ -87,14 +87,14 @@ class Session:
         self.log.note(f"the trainer is ready after {self.clock.elapsed:.0f} s")
 
     def _write_plan(self, *, has_timed_calls: bool) -> None:
-        """plan.json, on rank 0; a note where there can be none. On CPUs calls are timed for it, once all else waits."""
+        """plan.json, on rank 0, and what is to be said of it. On CPUs calls are timed for it, once all else waits."""
         if self.layout.rank != 0 or has_timed_calls == has_cuda():
             return
         data = self._data_of_rank
         samples = [data.prompts.supervised(example) for example in data.train[:PLANNED_EXAMPLES]] if data is not None else []
         lengths = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
-        if problem := write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths):
-            self.log.note(problem)
+        for note in write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths):
+            self.log.note(note)
 
     # ------------------------------------------------------------------------------------------------ steps and log
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megasync.config.load import load_config, with_changes
 from megasync.hf.model_shape import SHAPES
 from megasync.planning.hardware import hardware, measured, with_memory
 from megasync.planning.make import check, make_plan
-from megasync.planning.record import RATIO, compare, outcome
+from megasync.planning.record import RATIO, compare, outcome, warnings_of
 from megasync.planning.remedies import nearest, suggest
 from megasync.planning.shapes import Request
 from megasync.planning.text import show
@@ -47,10 +48,25 @@ def test_the_nearest_change_fits_and_training_takes_it(tmp_path: Path) -> None:
     request = Request(1, with_memory(hardware("h100"), 2_356_000_000), 256.0, lengths=(256,))
     plan = make_plan(config, request)
     assert not plan.fits and "a trainer rank takes" in plan.problems[0]
+    assert [plan.problems[0] in line and "megasync plan" in line for line in warnings_of(plan.as_dict())] == [True]
     changes = written_changes(nearest(plan))
     fitting = load_config(tmp_path / "config.yaml", [f"{key}={value}" for key, value in changes.items()])
     check(fitting, 1, on_gpus=True)
-    assert changes and make_plan(fitting, request).fits
+    fits = make_plan(fitting, request)
+    assert changes and fits.fits and not warnings_of(fits.as_dict())
+
+
+def test_sums_of_gradients_take_the_bytes_that_they_have(tmp_path: Path) -> None:
+    """In each micro-batch a gradient is read, and the sum of those before read and written."""
+    taken = []
+    for dtype, gradient, size in (("bfloat16", "bfloat16", 6), ("bfloat16", "float32", 10), ("float32", "float32", 12)):
+        engine = {"wrap": "ddp", "gradient_dtype": gradient, "tokens_per_microbatch": 256}
+        folder = tmp_path / dtype / gradient
+        config = with_changes(config_of(folder, engine=engine, algorithm={"name": "sft"}), {"model.dtype": dtype})
+        known = replace(hardware("h100"), bandwidth=1.0)  # a byte a second: nothing else is seen beside that
+        plan = make_plan(config, Request(1, known, 255.0, prompt_tokens=1, lengths=(255,)))
+        taken.append(plan.seconds.train / size)
+    assert taken == pytest.approx([taken[0]] * 3, rel=0.01)
 
 
 def test_suggestions_fit_and_are_no_slower(tmp_path: Path) -> None:
