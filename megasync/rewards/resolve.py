@@ -26,6 +26,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "token_count": token_count,
 }
 PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
+THEIRS = {"completions": "TRL", "prompts": "TRL", "data_source": "verl", "solution_str": "verl"}  # by their first parameter
 LIST = re.compile(r"['\"]?(typing\.|collections\.abc\.)?(list|List|Sequence|Collection|Iterable|tuple|Tuple)\b")  # annotations
 
 
@@ -117,13 +118,18 @@ def _import_function(path: str) -> Callable[..., Any]:
         others = [name for name, value in vars(module).items() if inspect.isfunction(value) and name != function_name]
         near = nearest_name(function_name, others)
         remedy = "name a function that takes one RewardInput, or a list of them, and returns a number for each"
+        remedy += ", such as docs/your_own.md makes of it" if problem.startswith("is written for") else ""
         raise ConfigError(f"{headline}: {function_name} {problem}", nearest=near, remedy=remedy)
     return function  # type: ignore[no-any-return]
 
 
 def _wrong_arguments(function: Callable[..., Any]) -> str:
     try:
-        inspect.signature(function).bind("a RewardInput")
+        signature = inspect.signature(function)
+        first = next(iter(signature.parameters.values()), None)
+        if first and (project := THEIRS.get(first.name)) and "RewardInput" not in inspect.formatannotation(first.annotation):
+            return f"is written for {project}: it takes {', '.join(signature.parameters)}"
+        signature.bind("a RewardInput")
     except TypeError as error:
         return f"cannot be called with one argument: {error}"
     except ValueError:  # a function of C that does not tell

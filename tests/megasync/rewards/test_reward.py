@@ -173,6 +173,9 @@ def rewards_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "class Judge:\n    pass\n"
         "def two(sample, model):\n    return 1\n"
         "async def later(sample):\n    return 1\n"
+        "def of_trl(completions, **columns):\n    return 1\n"
+        "def of_verl(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
+        "def ours(completions: list[RewardInput]):\n    return [0] * len(completions)\n"
     )
     (package / "needy.py").write_text("import not_installed_anywhere\n")
     (package / "wrong.py").write_text("1 / 0\n")
@@ -185,7 +188,7 @@ def test_a_function_of_your_own(rewards_module: str) -> None:
 
 
 def test_what_a_function_takes_is_told_by_its_annotation(rewards_module: str) -> None:
-    kinds = {"brevity": (False, False), "later": (False, True), "ranks": (True, False), "listing": (True, False)}
+    kinds = {"brevity": (False, False), "later": (False, True)} | dict.fromkeys(("ranks", "listing", "ours"), (True, False))
     for name, kind in kinds.items():
         reward = resolve(f"{rewards_module}:{name}")
         assert (reward.takes_list, reward.is_async) == kind, name
@@ -201,6 +204,8 @@ def test_what_a_function_takes_is_told_by_its_annotation(rewards_module: str) ->
         ("our_rewards.short:Judge", "Judge is no function"),
         ("our_rewards.short:each", "each is a generator"),
         ("our_rewards.short:two", "two cannot be called with one argument: missing a required argument: 'model'"),
+        ("our_rewards.short:of_trl", "of_trl is written for TRL: it takes completions, columns"),
+        ("our_rewards.short:of_verl", "of_verl is written for verl: it takes data_source, solution_str"),
         ("our_rewards.wrong:f", "ZeroDivisionError"),
         ("our_rewards.none:f", "No module named 'our_rewards.none'"),
         ("our_rewards.needy:f", "No module named 'not_installed_anywhere'"),
