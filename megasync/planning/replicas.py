@@ -112,6 +112,7 @@ def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int) -> Wo
     working += rollout.max_num_seqs * shape.vocab_size * 8  # float32 logits, and their log-probs
     cache = rollout.kv_cache_bytes or CPU_CACHE_BYTES
     parts = {"weights": weights, "KV cache": cache, "working memory": working, "sync buckets": buckets}
+    parts |= {"largest tensor of a sync": shape.vocab_size * shape.hidden_size * item}  # put together from buckets
     shown = {name: size for name, size in parts.items() if size}
     host = sum(parts.values()) + num_bytes("host_worker")
     return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), 0, host)
