@@ -1,4 +1,4 @@
-"""The documents' commands that need a GPU, on one: docs/bench/doc_commands_gpu.sh makes what this needs and calls it.
+"""The documents' commands that need a GPU, on such: docs/bench/doc_commands_gpu.sh makes what this needs and calls it.
 
     python -m tests.doc_commands_gpu OUT [--seconds 240] [--beside 5] [key=value ...]
     python -m tests.doc_commands_gpu OUT --as-written [--others REGEX] [--seconds 1200]
@@ -73,8 +73,10 @@ class Runner:
             self.run(command, number)
             return
         gpu = self._free.get()
-        self.run(command, number, {"CUDA_VISIBLE_DEVICES": gpu})
-        self._free.put(gpu)
+        try:
+            self.run(command, number, {"CUDA_VISIBLE_DEVICES": gpu})
+        finally:
+            self._free.put(gpu)
 
     def run(self, command: Command, number: int, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         line, begin = as_run(command, self._overrides, as_written=self._as_written), time.monotonic()

@@ -3,7 +3,8 @@
 # As written on all GPUs ($CUDA_VISIBLE_DEVICES): doc_commands_gpu.sh OUT --as-written [--others REGEX], with TIME=1200 LIMIT=700.
 # The packages are those of $PYTHON, SmolLM2 and its data those in $ASSETS (/tmp/smollm2), where it is there. Writes OUT/commands.jsonl,
 # a line a command as it ends, with exit code and seconds, for the quickstart also those until its first RL step, and a log of each.
-# Shorter they take about five minutes: nothing begins after $TIME seconds (240), none takes more than $LIMIT (200), and $BESIDE (5) share the GPU at the end.
+# Shorter they take about five minutes: nothing begins after $TIME seconds (240), none takes more than $LIMIT (200), and $BESIDE (5)
+# share the GPU at the end.
 # tests/doc_commands_gpu.py says what is made shorter.
 set -uo pipefail
 unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew

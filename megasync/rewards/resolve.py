@@ -26,7 +26,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "token_count": token_count,
 }
 PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
-THEIRS = {"completions": "TRL", "prompts": "TRL", "data_source": "verl", "solution_str": "verl"}  # by their first parameter
+# Whose rewards have a first parameter of this name.
+THEIRS = {"completions": "TRL", "prompts": "TRL", "data_source": "verl", "solution_str": "verl"}
 LIST = re.compile(r"['\"]?(typing\.|collections\.abc\.)?(list|List|Sequence|Collection|Iterable|tuple|Tuple)\b")  # annotations
 
 
