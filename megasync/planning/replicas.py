@@ -42,9 +42,10 @@ def worker_memory(
     rollout = config.rollout
     whole = num_parameters * DTYPE_BYTES[config.model.dtype]
     weights = whole // rollout.tensor_parallel
-    buckets = 0 if rollout.is_colocated else 2 * min(config.sync.bucket_bytes, whole if sent_bytes is None else sent_bytes)
+    sent = whole if sent_bytes is None else sent_bytes
+    buckets = 0 if rollout.is_colocated else 2 * min(config.sync.bucket_bytes, sent)
     if hardware.is_cpu:
-        return _on_cpu(config, shape, weights, buckets)
+        return _on_cpu(config, shape, weights, buckets, sent)
     parts = {"weights": weights, "KV cache": 0, "sampling state": _sampling_state(config, shape)}
     parts |= {"working memory": _working_memory(config, shape), "kernels": num_bytes("kernels")}
     graphs = 0 if rollout.enforce_eager else _graphs(config, shape)
@@ -104,7 +105,7 @@ def _graphs(config: Config, shape: ModelShape) -> int:
     return sizes * shape.num_hidden_layers * num_bytes("graph_layer") + _activations(config, shape) + num_bytes("graph_pool")
 
 
-def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int) -> WorkerMemory:
+def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int, sent: int) -> WorkerMemory:
     rollout, item = config.rollout, DTYPE_BYTES[config.model.dtype]
     rows = min(CPU_BATCHED_TOKENS, rollout.max_num_seqs * (rollout.max_model_len or CPU_BATCHED_TOKENS))
     width = 2 * max(shape.intermediate_size, shape.moe_intermediate_size * max(1, shape.num_experts_per_tok))
@@ -112,7 +113,7 @@ def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int) -> Wo
     working += rollout.max_num_seqs * shape.vocab_size * 8  # float32 logits, and their log-probs
     cache = rollout.kv_cache_bytes or CPU_CACHE_BYTES
     parts = {"weights": weights, "KV cache": cache, "working memory": working, "sync buckets": buckets}
-    parts |= {"largest tensor of a sync": shape.vocab_size * shape.hidden_size * item}  # put together from buckets
+    parts |= {"largest tensor of a sync": min(sent, shape.vocab_size * shape.hidden_size * item)}  # put together from buckets
     shown = {name: size for name, size in parts.items() if size}
     host = sum(parts.values()) + num_bytes("host_worker")
     return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), 0, host)
