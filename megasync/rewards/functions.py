@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megasync.examples.tasks import score
+from megasync.rewards.answers.equal import equal, same_text
+from megasync.rewards.answers.read import after_thinking, opens_thinking, read_answer
 
 logger = logging.getLogger(__name__)
+
+MATH_SECONDS = 5  # for one sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class RewardInput:
     max_tokens: int  # rollout.max_new_tokens
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the data file's line
     line: int = 0  # of the data file, from 1; 0: unknown
+    thinking: bool = False  # the prompt, as the template renders it, ends within the thinking: <think>
 
 
 def exact_match(sample: RewardInput) -> float:
@@ -46,48 +50,42 @@ def token_count(sample: RewardInput) -> float:
     return sample.num_tokens / sample.max_tokens
 
 
-MATH = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[|\\boxed")  # what math-verify takes for the delimiters of LaTeX
-COMMAND = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\w*\s*\{[^}]*\}|\\[A-Za-z]+")
-PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}|[A-Za-z]{3,}[:\s]|\n")
-FINAL_LINE = re.compile(r"(?:\A|\n)####([^\n]*)\s*\Z")
-ARITHMETIC = re.compile(r"[-+*/=.%$\d\s]*")
-
-
-def _delimited(text: str) -> str:
-    r"""The final answer in `text`; LaTeX without delimiters, in which math-verify finds a number at best, is put into \boxed.
-
-    Where the last line begins with ####, as in GSM8K, it is what follows. Prose and plain numbers stay as they are.
-    """
-    final = FINAL_LINE.search(text)
-    text = (final[1] if final else text).strip()
-    is_bare = not (MATH.search(text) or PROSE.search(COMMAND.sub("", text)) or ARITHMETIC.fullmatch(text))
-    return f"\\boxed{{{text}}}" if is_bare else text
-
-
 def math_verify(sample: RewardInput) -> float:
-    """1 where the package math-verify finds the response's expression equal to the answer's, else 0.
+    """1 where the answer in the response (answers/read.py) is equal to the data's (answers/equal.py), else 0.
 
-    Answers may be bare LaTeX, as in MATH's and AIME's answer columns. Where the parser fails, the reward is 0 and the reason is
-    logged. Its time limits use signals: outside of the main thread there are none.
+    The data's answer is bare, as in MATH's and AIME's answer columns, or a worked solution, in which it is read as in a response.
+    math-verify judges formulas. Where it fails, the reward is 0 and the reason is logged. The time limit uses a signal: outside
+    of the main thread there is none.
     """
-    import math_verify as package  # type: ignore[import-untyped]
     from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
+    from math_verify.utils import timeout  # type: ignore[import-untyped]
 
-    timeout_seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    limit = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
-        gold, found = (
-            package.parse(_delimited(text), parsing_timeout=timeout_seconds, raise_on_error=True)
-            for text in (sample.answer, sample.response)
-        )
-        return float(package.verify(gold, found, timeout_seconds=timeout_seconds, raise_on_error=True))
+        return float(timeout(limit)(_is_right)(sample))
     except (Exception, TimeoutException) as error:  # noqa: BLE001 - sympy raises anything on a model's output
         logger.warning("math_verify: 0 for %.80r: %s: %s", sample.response, type(error).__name__, error)
         return 0.0
 
 
+def _is_right(sample: RewardInput) -> bool:
+    found = read_answer(sample.response, in_thinking=sample.thinking or opens_thinking(sample.prompt))
+    if found is None:
+        return False
+    return same_text(sample.answer, found) or equal(read_answer(sample.answer) or sample.answer, found)
+
+
 def reasoning_gym(sample: RewardInput) -> float:
     """From 0 to 1: what the generator of reasoning-gym that made the question says of the answer (megasync/examples/tasks.py).
 
+    What answers/read.py reads counts, and what follows the thinking as a whole, since some generators take more than a value.
+
     The data's lines hold `entry`, as `python -m megasync.assets --task NAME` writes them.
     """
-    return score(sample.response, json.loads(sample.extra["entry"]))
+    is_open, entry = sample.thinking or opens_thinking(sample.prompt), json.loads(sample.extra["entry"])
+    found = read_answer(sample.response, in_thinking=is_open)
+    if found is None:
+        return 0.0
+    return max(
+        score(f"<answer>{found}</answer>", entry), score(after_thinking(sample.response, in_thinking=is_open) or "", entry)
+    )

@@ -1,0 +1,331 @@
+r"""Whether two answers are equal: by their text, by their notation part by part, and a formula by math-verify.
+
+    equal("13 and 50", "50, 13")              # True
+    equal(r"\sqrt{8}", r"2\sqrt{2}")          # True
+    equal("east", "seat")                     # False: words are no products of letters
+
+Text, notation and parts are compared here; what is left, a formula, is judged by math-verify (formulas.py). Leaves out where an
+answer stands in a text (read.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from megasync.rewards.answers.formulas import judge, letters_of
+from megasync.rewards.answers.notation import Notation, Number, based, notation, number, time_of_day
+from megasync.rewards.answers.tidy import has_words, key, tidy
+from megasync.rewards.answers.units import split_unit, units_agree
+
+MAX_CHARACTERS, MAX_PARTS, MAX_DEPTH = 2000, 60, 24  # of an answer; of a longer one only the text is compared
+CHOICE = re.compile(r"(?:(?:option|choice|Option|Choice)\s)?(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?\s*(.*)", re.DOTALL)
+EQUALS = re.compile(r"(?<![<>:])=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])")
+NAME = re.compile(
+    r"\s*(?:\\(?:sin|cos|tan|cot|sec|csc)\s?)?(?:[A-Za-z](?:_\{?[\w ]+\}?)?'*(?:\s?\([^()]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
+    r"|[|]?[A-Z]{1,4}[|]?|\|[a-z]\||\([A-Za-z](?:\s?,\s?[A-Za-z])+\)"
+    r"|\\(?:angle|triangle|overline|vec|hat|mathbf|mathcal)\s?\{?[A-Za-z]+\}?)\s*°?"
+)
+
+
+def same_text(gold: str, answer: str) -> bool:
+    """Whether both, in one spelling, are the same text, which is not empty."""
+    if gold.strip() == answer.strip():
+        return gold.strip() != ""
+    if max(len(gold), len(answer)) > MAX_CHARACTERS:
+        return False
+    return key(tidy(gold)) == key(tidy(answer)) != ""
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether `answer` is equal to the reference answer `gold`: text that is equal always is, and every part is needed.
+
+    Raises:
+        ValueError: an answer is too long, nested too deep or worth too large a number to be compared.
+        Exception: whatever sympy raises on a formula.
+    """
+    if same_text(gold, answer):
+        return True
+    for text in (gold, answer):
+        if len(text) > MAX_CHARACTERS or _depth(text) > MAX_DEPTH:
+            raise ValueError(f"an answer of {len(text)} characters, nested {_depth(text)} deep, is compared by its text alone")
+    return bool(gold.strip() and answer.strip()) and _same(tidy(gold), tidy(answer))
+
+
+def _depth(text: str) -> int:
+    return max(
+        itertools.accumulate(
+            (text_depth for text_depth in map({"{": 1, "(": 1, "[": 1, "}": -1, ")": -1, "]": -1}.get, text) if text_depth),
+            initial=0,
+        )
+    )
+
+
+def _same(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
+    if not gold or not answer:
+        return False
+    if key(gold) == key(answer):
+        return True
+    for rule in (_same_choice, _same_time, _same_base, _same_ratio):
+        if (verdict := rule(gold, answer)) is not None:
+            return verdict
+    for text, other in ((gold, answer), (answer, gold)):
+        exact, _, rough = text.rpartition("\\approx")
+        if exact.strip() and not NAME.fullmatch(exact):  # 3\sqrt{5} \approx 6.708: either
+            return any(_same(*((part.strip(), other) if text is gold else (other, part.strip()))) for part in (exact, rough))
+    (our_name, ours), (their_name, theirs) = _apart(gold), _apart(answer)
+    if max(len(ours.parts), len(theirs.parts)) > MAX_PARTS:
+        raise ValueError(f"answers of {len(ours.parts)} and {len(theirs.parts)} parts are compared by their text alone")
+    if our_name and their_name and key(our_name) != key(their_name):
+        return False
+    if ours.kind == theirs.kind == "one":
+        return _same_single(gold, answer)
+    return _same_parts(ours, theirs)
+
+
+# ---------------------------------------------------------------------------------------------------- forms that are no formulas
+
+
+def _same_choice(gold: str, answer: str) -> bool | None:
+    """(A), "A. 42" or "option A": the letter counts, else what follows it."""
+    many = [_choices(text) for text in (gold, answer)]
+    if all(many):
+        return many[0] == many[1]
+    ours, theirs = (_choice(text) for text in (gold, answer))
+    if ours and theirs:
+        return ours[0] == theirs[0] and not (ours[1] and theirs[1] and not _same(ours[1], theirs[1]))
+    if ours:
+        return bool(ours[1]) and _same(ours[1], answer)
+    return _same(gold, theirs[1]) if theirs and theirs[1] else None
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    found = CHOICE.fullmatch(text)
+    return (found[1] or found[2], found[3].strip()) if found else None
+
+
+def _choices(text: str) -> list[str] | None:
+    """Several letters, as "BD" or "B, D"."""
+    is_run = re.fullmatch("[A-H]{2,8}", text) is not None and "".join(sorted(text)) == text
+    letters = list(text) if is_run else sorted(notation(text).parts)
+    is_several = (
+        len(letters) > 1 and all(re.fullmatch("[A-H]", letter) for letter in letters) and len(set(letters)) == len(letters)
+    )
+    return letters if is_several else None
+
+
+def _same_time(gold: str, answer: str) -> bool | None:
+    ours, theirs = time_of_day(gold), time_of_day(answer)
+    if ours is None and theirs is None:
+        return None
+    if ours is None or theirs is None:
+        return False
+    half_day = 12 * 3600
+    return ours[0] == theirs[0] or (not ours[1] and theirs[1] and ours[0] % half_day == theirs[0] % half_day)
+
+
+def _same_base(gold: str, answer: str) -> bool | None:
+    ours, theirs = based(gold), based(answer)
+    if ours is None and theirs is None:
+        return None
+    if ours is None or theirs is None:
+        plain, other = (gold, theirs) if ours is None else (answer, ours)
+        return other is not None and other[1] == "10" and _same(plain, other[0])
+    return ours == theirs
+
+
+def _same_ratio(gold: str, answer: str) -> bool | None:
+    ours, theirs = gold.split(":"), answer.split(":")
+    if len(ours) == len(theirs) == 1 or any("\\{" in text for text in (gold, answer)):
+        return None
+    if len(ours) == len(theirs):
+        return all(map(_same, ours, theirs))
+    quotient = ours if len(theirs) == 1 else theirs
+    plain = number((gold if len(ours) == 1 else answer).strip())
+    is_whole = plain is not None and plain.value.denominator == 1
+    if is_whole or len(quotient) != 2 or min(len(ours), len(theirs)) != 1 or not all(number(part.strip()) for part in quotient):
+        return False
+    return _same_value(
+        *(text if ":" not in text else "\\frac{{{}}}{{{}}}".format(*map(str.strip, quotient)) for text in (gold, answer))
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+def _apart(text: str) -> tuple[str, Notation]:
+    """The name that stands before "=" or "in", of an answer of several parts, and the parts."""
+    apart = notation(text)
+    if apart.kind == "one":
+        name, value = _named(text)
+        inner = notation(value)
+        if name and NAME.fullmatch(name) and inner.kind != "one":
+            names = name.strip("() ").split(",")
+            if inner.kind == "tuple" and len(names) == len(inner.parts) > 1:  # (x, y) = (1, 2)
+                return "", Notation("list", tuple(f"{each} = {part}" for each, part in zip(names, inner.parts, strict=True)))
+            return name, inner
+    return apart.name, apart
+
+
+def _same_parts(ours: Notation, theirs: Notation) -> bool:  # noqa: PLR0911 - one return a rule
+    kinds = {ours.kind, theirs.kind}
+    if "one" in kinds:
+        return _same_as_one(ours, theirs)
+    if kinds == {"matrix"}:
+        return ours.columns == theirs.columns and _pairwise(ours.parts, theirs.parts)
+    if kinds == {"tuple"}:
+        is_bound = len(ours.parts) == 2
+        return (ours.brackets == theirs.brackets or not is_bound) and _pairwise(ours.parts, theirs.parts)
+    if kinds == {"tuple", "list"}:
+        brackets, listed = (ours.brackets or theirs.brackets), (ours if ours.kind == "list" else theirs)
+        is_point = brackets == "()" or (brackets == "[]" and len(listed.parts) > 2)
+        return is_point and _pairwise([_named(part)[1] for part in ours.parts], [_named(part)[1] for part in theirs.parts])
+    if kinds <= {"list", "set"}:
+        return _same_list(ours.parts, theirs.parts)
+    if "union" in kinds and kinds <= {"union", "list"}:
+        return _unordered(ours.parts, theirs.parts) or (
+            kinds == {"union"} and judge("\\cup".join(ours.parts), "\\cup".join(theirs.parts))
+        )
+    return False
+
+
+def _same_as_one(ours: Notation, theirs: Notation) -> bool:
+    """One of both is a single value or formula: equal to a set that holds it alone, or to an interval by another form."""
+    one, several = (ours, theirs) if ours.kind == "one" else (theirs, ours)
+    text = one.parts[0]
+    if several.kind in {"set", "list"} and ours.kind == "one":
+        return all(_same(text, part) for part in several.parts)
+    if several.kind == "set":
+        return len(several.parts) == 1 and _same(several.parts[0], text)
+    is_set = re.search(r"\\(?:cup|cap|setminus|mathbb)|[<>|]|\\[lg]e(?![a-z])|\\ne(?![a-z])", text) is not None
+    if several.kind in {"union", "tuple"} and is_set:
+        joined = (
+            "\\cup".join(several.parts)
+            if several.kind == "union"
+            else several.brackets[0] + ",".join(several.parts) + several.brackets[1]
+        )
+        return judge(*((text, joined) if one is ours else (joined, text)), has_bound_variable=len(letters_of(text)) == 1)
+    return several.kind == "matrix" and judge(
+        *(side.parts[0] if side.kind == "one" else _matrix_text(side) for side in (ours, theirs))
+    )
+
+
+def _matrix_text(matrix: Notation) -> str:
+    rows = (matrix.parts[begin : begin + matrix.columns] for begin in range(0, len(matrix.parts), matrix.columns))
+    return "\\begin{pmatrix}" + "\\\\".join("&".join(row) for row in rows) + "\\end{pmatrix}"
+
+
+def _same_list(gold: Sequence[str], answer: Sequence[str]) -> bool:
+    """In any order; where the parts of one have different names, the other's have the same or none, and then its order."""
+    ours, theirs = [[_named(part) for part in parts] for parts in (gold, answer)]
+    our_names, their_names = ({key(name) for name, _ in parts if name} for parts in (ours, theirs))
+    if len(our_names) > 1 and len(their_names) > 1:
+        return _unordered(gold, answer)
+    our_values, their_values = ([value for _, value in parts] for parts in (ours, theirs))
+    if len(our_names) > 1 or len(their_names) > 1:
+        return not (our_names and their_names) and _pairwise(our_values, their_values)
+    if our_names and their_names and our_names != their_names:
+        return False
+    return _unordered(our_values, their_values)
+
+
+def _pairwise(gold: Sequence[str], answer: Sequence[str]) -> bool:
+    return len(gold) == len(answer) and all(map(_same, gold, answer))
+
+
+def _unordered(gold: Sequence[str], answer: Sequence[str]) -> bool:
+    rest = list(answer)
+    for part in gold:
+        found = next((place for place, other in enumerate(rest) if _same(part, other)), None)
+        if found is None:
+            return False
+        del rest[found]
+    return not rest
+
+
+# ---------------------------------------------------------------------------------------------------- single values
+
+
+def _named(text: str) -> tuple[str, str]:
+    """What stands before the first "=" that is in no brackets, and what stands behind the last; without one "" and the text.
+
+    Of 7 = 8 both are empty.
+    """
+    depth, sides, begin = 0, [], 0
+    for mark in re.finditer(rf"{EQUALS.pattern}|[(\[{{)\]}}]", text):
+        if mark[0] in "([{":
+            depth += 1
+        elif mark[0] in ")]}":
+            depth -= 1
+        elif depth == 0:
+            sides.append(text[begin : mark.start()].strip())
+            begin = mark.end()
+    sides.append(text[begin:].strip())
+    if len(sides) == 2 and NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]) and not letters_of(sides[0]):
+        sides.reverse()  # 5 = x
+    if len(sides) > 1 and (before := number(sides[-2])) and (last := number(sides[-1])) and not _is_rounded(before, last):
+        return "", ""
+    return (sides[0] if len(sides) > 1 else ""), sides[-1]
+
+
+def _same_single(gold: str, answer: str) -> bool:
+    (our_name, ours), (their_name, theirs) = _named(gold), _named(answer)
+    if their_name and not letters_of(their_name) and not has_words(their_name):
+        their_name = ""  # 12 + 34 = 46
+    if our_name and not letters_of(our_name) and not has_words(our_name):
+        our_name = ""
+    if not ours or not theirs:
+        return False
+    if our_name and their_name:
+        return (key(our_name) == key(their_name) and _same_value(ours, theirs)) or judge(gold, answer)
+    if our_name or their_name:
+        is_name = NAME.fullmatch(our_name) is not None or has_words(our_name) if our_name else _is_label(their_name)
+        return is_name and _same_value(ours, theirs)
+    return _same_value(ours, theirs)
+
+
+def _is_label(text: str) -> bool:
+    """Whether what stands before "=" names what is asked for: x, f(2), "total" or m+n, but not 2x, which is not x."""
+    return NAME.fullmatch(text) is not None or has_words(text) or len(letters_of(text)) > 1
+
+
+def _same_value(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
+    if key(gold) == key(answer):
+        return True
+    (ours, our_unit, our_factor), (theirs, their_unit, their_factor) = split_unit(gold), split_unit(answer)
+    is_percent = "%" in {our_unit, their_unit} and "" in {our_unit, their_unit}
+    if not is_percent and not units_agree(our_unit, their_unit):
+        return False
+    if has_words(ours) or has_words(theirs):
+        return key(ours) == key(theirs) and our_factor == their_factor
+    first, second = number(ours), number(theirs)
+    if first is not None and second is not None:
+        first, second = Number(first.value * our_factor, first.decimals), Number(second.value * their_factor, second.decimals)
+        if not is_percent:
+            return _same_number(first, second)
+        percent, plain = (first, second) if our_unit == "%" else (second, first)
+        hundredth = Number(percent.value / 100, percent.decimals and percent.decimals + 2)
+        return (_same_number(percent, plain) and abs(plain.value) >= 1) or _same_number(hundredth, plain)
+    if our_factor != their_factor:
+        return False
+    return key(ours) == key(theirs) or judge(first.latex() if first else ours, second.latex() if second else theirs)
+
+
+def _is_rounded(first: Number, second: Number) -> bool:
+    """Equal up to the last decimal of that which has fewer."""
+    decimals = [number.decimals for number in (first, second) if number.decimals is not None]
+    return abs(first.value - second.value) <= (Fraction(1, 10 ** min(decimals)) if decimals else 0)
+
+
+def _same_number(first: Number, second: Number) -> bool:
+    """Equal, or one is the other rounded or cut off after six or more decimals, with at least five significant digits."""
+    if first.value == second.value:
+        return True
+    rough, exact = sorted((first, second), key=lambda one: math.inf if one.decimals is None else one.decimals)
+    if rough.decimals is None or rough.decimals < 6 or abs(rough.value) * 10**rough.decimals < 10_000:
+        return False
+    scaled = exact.value * 10**rough.decimals
+    return rough.value * 10**rough.decimals in {round(scaled), math.trunc(scaled)}

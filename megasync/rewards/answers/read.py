@@ -1,0 +1,260 @@
+# ruff: noqa: RUF001, RUF002 # characters as they stand in people's texts
+r"""The answer in a response: which part of a text counts, whatever form it has. equal.py says whether two are equal.
+
+`read_answer` is what every reward that looks for an answer reads with. Its contract, the first that applies:
+
+1. Only what follows the thinking counts. Thinking ends with </think>, </thinking>, </reasoning>, </thought>, [/THINK], ◁/think▷,
+   </seed:think>, <|END_THINKING|>, <|end_of_thought|>, <channel|> or the channel `final`, also where the prompt began it.
+   A text whose thinking does not end has no answer.
+2. The last <answer>...</answer> that closed (also <final_answer>, [ANSWER], <|begin_of_box|>, <|begin_of_solution|>), read by the
+   rules below. An empty one has no answer, nor has one that is cut off, but for a complete \boxed in it.
+3. The last line, where it begins with ####.
+4. The last \boxed{...} or \fbox{...} that closed; several that "and", "or" or a comma join are the parts of one answer.
+5. What follows the last "the answer is", "answer:", "答案是", "答：" or the like, up to the end of the sentence or line.
+6. A text that is nothing but a value. Else the last number, formula or list in it with its unit; words where there is none.
+
+    read_answer(r"<think>6*7 = 42</think> So it is \boxed{17}.")      # "17"
+    read_answer("<think>6*7 = 42")                                    # None
+
+Leaves out what an answer means: times, units, bases and formulas (equal.py). No torch in here.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megasync.rewards.answers.units import is_unit
+
+THINKING = re.compile(
+    r"(?P<open><think(?:ing)?>|<reasoning>|<thought>|\[THINK\]|◁think▷|<seed:think>|<\|START_THINKING\|>|<\|begin_of_thought\|>"
+    r"|<\|channel>thought|<\|channel\|>(?!final)|\Aanalysis(?=.*?assistantfinal))"
+    r"|</think(?:ing)?>|</reasoning>|</thought>|\[/THINK\]|◁/think▷|</seed:think>|<\|END_THINKING\|>|<\|end_of_thought\|>"
+    r"|<channel\|>|<\|channel\|>final[^<]{0,40}<\|message\|>|assistantfinal",
+    re.IGNORECASE | re.DOTALL,
+)
+SPECIAL_END = re.compile(r"(?:<\|(?!end_of_(?:box|solution))[\w ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\Z")
+TAG = re.compile(
+    r"(?P<open><(?:final_)?answer(?: [^<>]{0,80})?>|\[ANSWER\]|<\|begin_of_(?:box|solution)\|>)"
+    r"|</(?:final_)?answer\s{0,3}>|\[/ANSWER\]|<\|end_of_(?:box|solution)\|>",
+    re.IGNORECASE,
+)
+FINAL_LINE = re.compile(r"\s*####(?!#)(.*)")
+BOX = re.compile(r"\\(?:boxed|fbox)\s{0,9}(?P<braced>\{)"
+                 r"|\\(?:boxed|fbox)\s{0,9}(?P<bare>\\[dt]?frac\{[^{}]{1,99}\}\{[^{}]{1,99}\}|[^\s{}$\\]+)"
+                 r"|\\(?:boxed|fbox)|\\.|[{}]", re.DOTALL)  # fmt: skip
+BETWEEN_BOXES = re.compile(
+    r"(?:\\text\s?\{|[\s$.}]|\\[()\[\]])*(?:(?:[,;&、]|,?\s*\b(?:and|or)\b|和|或|\\quad)(?:[\s$}]|\\[()\[\]])*)*(?:[A-Za-z]\s?=\s?)?"
+)
+PHRASE = re.compile(
+    r"\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet))[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=])|(?:\A|\n)[^\w\n]*answer\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
+    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?[:：]?(?=\s?[(（]?[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
+    r"|(?:答え|정답)\s?(?:は|은|[:：])",
+    re.IGNORECASE,
+)
+CHOSEN = re.compile(r"(?<![A-Za-z])\(?([A-H])\)?[\s*]+is\s(?:the\s)?(?:correct|right)\b")
+AFTER_PHRASE = re.compile(r"(?:[\s*_`:：=#>}]|\b(?:is|are)\b[:\s]|(?:option|choice)\s)*", re.IGNORECASE)
+NO_VALUE = re.compile(r"(?:correct|right|helpful|clear|verified|confirmed|found|given)\b(?!\s*\d)", re.IGNORECASE)
+SENTENCE_END = re.compile(
+    r"\.(?=\s|\Z)|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so)\s|,\s*(?:because|since|which|so|not|as|but)\s"
+)
+DISPLAY = re.compile(r"\$\$([^$]{1,2000})\$\$|\\\[(.{1,2000}?)\\\]", re.DOTALL)
+MARKDOWN = re.compile(r"(?<![\w)*])(\*{1,3}|__)(?=\S)([^*\n]{1,2000}?)(?<=\S)\1(?![\w(*])")
+HALF_DAY = re.compile(r"[ap]\.?m", re.IGNORECASE)
+HTML = re.compile(r"</?(?:b|i|u|p|em|strong|span|code|br)\s{0,3}/?>", re.IGNORECASE)
+CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
+CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
+IN_CJK = re.compile(f"[{CJK}]")
+CHINESE_PUNCTUATION = str.maketrans({"，": ", ", "；": "; ", "：": ": ", "（": "(", "）": ")"})
+TOKEN = re.compile(
+    r"\$\d[\d,]*(?:\.\d+)?(?=[\s.,;:!?)*]|\Z)|\$\$[^$]{1,500}\$\$|\$[^$\n]{1,500}\$\S{0,20}|\\\(.{1,500}?\\\)\S{0,20}|\\\[.{1,500}?\\\]"
+    r"|[(\[](?![^()\[\]]{0,200}[A-Za-z]{3})[^()\[\]\n]{1,200}[)\]]\S{0,20}|\S+"
+)
+WORD = re.compile(r"[A-Za-z]{2,}")
+HIDDEN = re.compile(r"\$[^$\n]{1,500}\$|\\(?:text|mbox|mathrm|textbf|operatorname)\s?\{[^{}]{0,200}\}|\\[A-Za-z]+|\{[a-z]+\}")
+FUNCTION_WORDS = frozenset(
+    re.split(
+        " ",
+        "is are was were be been so the we get gets have has had there that this it makes make gives give thus therefore hence"
+        " then he she they his her their my our you your in which must will would can",
+    )
+)
+PREFACE = re.compile(r"[^\d$\\]*(?<![A-Za-z])(?:[A-Za-z]{2,}:\s|[A-Za-z]+\s[A-Za-z]{2,}\s+[-$\\(\d])")  # "Total: 5", "I got 5"
+MATH = re.compile(r"[\d\\=^√π∞±≤≥<>∪]|\$.+\$")
+OPERATOR = re.compile(r"[-+*/=<>^≤≥≠±×÷·−∪%]+")
+LETTER = re.compile(r"[b-hj-zB-HJ-Z]")  # a and I are words
+CONNECTOR = frozenset({"and", "or", "&", "和", "或"})
+NOT_EQUAL = re.compile(
+    r"(?:not|never|than|least|most|nor|below|above|under|over|.*n't|.*(?:不[是为到]|不等于|并非|[小大]于|超过))", re.IGNORECASE
+)
+DENIED = re.compile(r"(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|不[是对])", re.IGNORECASE)
+MAX_READ = 20_000  # characters, from the end, where a value is looked for among words
+
+
+def read_answer(text: str, *, in_thinking: bool = False) -> str | None:
+    """The answer's text as it stands there, without marks around it; None: there is none.
+
+    `in_thinking`: the text begins in the midst of the thinking, which the prompt opened. Time is linear in the length of `text`.
+    """
+    body = after_thinking(text, in_thinking=in_thinking)
+    if body is None:
+        return None
+    body = body.strip()
+    while (end := SPECIAL_END.search(body, max(0, len(body) - 60))) is not None:
+        body = body[: end.start()].rstrip()
+    tagged, is_cut = _last_tagged(body)
+    if is_cut:
+        return _last_boxes(tagged)[0]
+    return _untagged(body if tagged is None else tagged) or None
+
+
+def after_thinking(text: str, *, in_thinking: bool = False) -> str | None:
+    """What follows the thinking, the whole text where there is none; None: the thinking does not end."""
+    end = None if in_thinking else 0
+    for mark in THINKING.finditer(text):
+        end = None if mark["open"] is not None else mark.end()
+    return None if end is None else text[end:]
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Whether the prompt ends within the thinking, as those of some chat templates do."""
+    end = prompt[-100:].rstrip()
+    return any(mark["open"] is not None and mark.end() == len(end) for mark in THINKING.finditer(end))
+
+
+def _last_tagged(text: str) -> tuple[str | None, bool]:
+    """What is in the last tags that closed, else what follows the last that opened, and whether it is cut off there."""
+    begin, found = None, None
+    for mark in TAG.finditer(text):
+        if mark["open"] is not None:
+            begin = mark.end()
+        elif begin is not None:
+            begin, found = None, text[begin : mark.start()]
+    if found is None and begin is not None:
+        return text[begin:], True
+    return found, False
+
+
+def _untagged(text: str) -> str:
+    if (final := FINAL_LINE.fullmatch(text.rpartition("\n")[2])) is not None:
+        return _value(_last_boxes(final[1])[0] or _last_phrase(final[1]) or final[1])
+    boxed, is_there = _last_boxes(text)
+    if is_there:
+        return _untagged(boxed) if boxed else ""
+    return _last_phrase(text) or _value(text)
+
+
+def _last_boxes(text: str | None) -> tuple[str | None, bool]:
+    r"""What the last \boxed holds, or the last few that are joined; whether there is any, be it cut off."""
+    found: list[tuple[int, int, str]] = []
+    opened: list[tuple[int, int] | None] = []  # where a box and its content begin; None: another brace
+    is_there = False
+    for mark in BOX.finditer(text or ""):
+        is_there = is_there or mark[0].startswith(("\\boxed", "\\fbox"))
+        if mark["braced"]:
+            opened.append((mark.start(), mark.end()))
+        elif mark["bare"]:
+            found.append((mark.start(), mark.end(), mark["bare"].rstrip(".,;")))
+        elif mark[0] == "{":
+            opened.append(None)
+        elif mark[0] == "}" and opened and (box := opened.pop()) is not None:
+            while found and found[-1][0] > box[0]:  # nested in this one
+                found.pop()
+            found.append((box[0], mark.end(), text[box[1] : mark.start()]))  # type: ignore[index]
+    if not found:
+        return None, is_there
+    begin, _, content = found.pop()
+    contents = [content.strip()]
+    while found and len(gap := text[found[-1][1] : begin]) < 40 and BETWEEN_BOXES.fullmatch(gap):  # type: ignore[index]
+        begin, _, content = found.pop()
+        contents.insert(0, content.strip())
+    return ", ".join(dict.fromkeys(contents)), True
+
+
+def _last_phrase(text: str) -> str:
+    """What follows the last "the answer is" or the like; empty: there is none, or nothing follows."""
+    for mark in reversed(list(PHRASE.finditer(text))):
+        begin = AFTER_PHRASE.match(text, mark.end()).end()  # type: ignore[union-attr]
+        if (display := DISPLAY.match(text, begin)) is not None:
+            return (display[1] or display[2]).strip()
+        rest = text[begin : begin + 2000].partition("\n")[0]
+        end = next((end.start() for end in SENTENCE_END.finditer(rest) if not _is_inside(rest, end.start())), len(rest))
+        if rest[end : end + 1] in {"?", "？"}:
+            continue
+        found = unmarked(rest[:end])
+        if found.count("}") > found.count("{"):  # of JSON
+            found = found.rstrip('}" ').lstrip('" ')
+        if found and not NO_VALUE.match(found):
+            return _value(found)
+    chosen = CHOSEN.findall(text)
+    return chosen[-1] if chosen else ""
+
+
+def _is_inside(text: str, place: int) -> bool:
+    """Between dollars or brackets, or a dot of an abbreviation such as "a.m."."""
+    before = text[:place]
+    is_short = text[place] == "." and re.search(r"(?:\b[ap]\.\s?m|\bsq|\bcu|\bft|\b(?:Rs|St|Dr|Mr|Mrs))\Z", before) is not None
+    return (before.count("$") % 2 == 1 and "$" in text[place:]) or before.count("(") > before.count(")") or is_short
+
+
+def unmarked(text: str) -> str:
+    """Without the marks of Markdown and HTML for bold, italic and code, and white space around it."""
+    text = re.sub(r"\A\s*>\s(?=\*)", "", HTML.sub(" ", text).replace("`", ""))
+    for _ in range(3):
+        text = MARKDOWN.sub(r"\2", text)
+    text = re.sub(r"\A\s*(?:#{1,6}\s|>\s(?!\d)|\*\*|__)", "", text)
+    return re.sub(r"(?<=\S)\*\*(?=\s|\Z)|\*\*\s*\Z|(?<=[.。])\*+\s*\Z", "", text).strip()
+
+
+def _value(text: str) -> str:
+    """The text itself where it is nothing but a value, else the last value in it."""
+    text = unmarked(text[-MAX_READ:])
+    words = [word.lower() for word in WORD.findall(HIDDEN.sub(" ", text))]
+    is_prose = "\n" in text or len(words) > 6 or not FUNCTION_WORDS.isdisjoint(words) or PREFACE.match(text) is not None
+    is_cjk_prose = re.search(r"\d", text) is not None and len(IN_CJK.findall(text)) > (4 if re.match(r"[-\d\\$.]", text) else 0)
+    if not (is_prose or is_cjk_prose) or "\\begin" in text:
+        return text
+    for line in reversed(text.splitlines()):
+        sentences = re.split(r"(?<=[^\s\d])[.!?]\s+|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
+        for sentence in reversed(sentences):
+            if MATH.search(sentence) and (found := _last_group(sentence)):
+                return found
+    return _last_words(text)
+
+
+def _last_words(text: str) -> str:
+    """Of a text without numbers: what the last line says that something is."""
+    line = text.splitlines()[-1].strip()
+    return re.sub(r"\A.*\b(?:is|are|on an?)\s(?!not\b)", "", line) if len(line.split()) > 3 else line
+
+
+def _last_group(sentence: str) -> str:
+    """The last run of numbers, formulas and operators among words, with its unit, and what "and" or "or" joins to it."""
+    tokens = TOKEN.findall(CJK_EDGE.sub(" ", sentence.translate(CHINESE_PUNCTUATION)))
+    cores = [token.strip("*`\"'.,;:!?") for token in tokens]
+    strong = [MATH.search(core) is not None for core in cores]
+    end = next((place + 1 for place in reversed(range(len(tokens))) if strong[place]), 0)
+    begin = end
+    while begin > 0:
+        core = cores[begin - 1]
+        if strong[begin - 1] or LETTER.fullmatch(core) or OPERATOR.fullmatch(core):
+            begin -= 1
+        elif core.lower() in CONNECTOR and begin > 1 and (joined := _joined(strong, begin - 2)) is not None:
+            begin = joined
+        else:
+            break
+    while begin < end - 1 and LETTER.fullmatch(cores[begin]) and not OPERATOR.match(cores[begin + 1]):
+        begin += 1  # a letter that only stands before it
+    while end < len(tokens) and (
+        is_unit(cores[end]) or HALF_DAY.fullmatch(cores[end]) or (IN_CJK.match(cores[end]) and end == begin + 1)
+    ):
+        end += 1
+    group = " ".join(tokens[begin:end])
+    before = cores[begin - 1].lower() if begin else ""
+    if NOT_EQUAL.fullmatch(before) or DENIED.match(" ".join(tokens[end : end + 2])):
+        return sentence.strip()
+    return f"-{group}" if before in {"minus", "negative"} else group
+
+
+def _joined(strong: list[bool], place: int) -> int | None:
+    """Where the value begins whose last token is at `place`, or a word or two before it, as in "3 apples and 4"."""
+    return next((first for first in range(place, max(place - 3, -1), -1) if strong[first]), None)

@@ -1,0 +1,149 @@
+# ruff: noqa: RUF001 # characters as they stand in people's texts
+r"""One spelling of an answer: without what does not change its meaning.
+
+    tidy(r"$\mathbf{\dfrac12}\,\text{ cm}.$")      # r"\frac{1}{2} cm"
+
+Leaves out numbers, units and the order of parts, which equal.py compares by their value.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from megasync.rewards.answers.units import MATH_WORDS
+
+CHARACTERS = str.maketrans(
+    dict(zip("−–—﹣－‐‑⁄", "-------/", strict=True))
+    | dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹", (f"^{digit}" for digit in range(10)), strict=True))
+    | {"√": "\\sqrt ", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*"}
+    | {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset "}
+    | {"∈": "\\in ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "º": "°", "′": "'"}
+    | {"…": "\\ldots ", "≈": "\\approx ", "∶": ":", "、": ",", "。": ".", "和": " and ", "或": " or ", "且": " and "}
+    | dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060", "")
+    | dict.fromkeys("“”„«»「」", '"')
+)
+FRACTIONS = re.compile("[¼½¾⅐-⅞]")
+TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol|bm)\*?\s*\{([^{}]*)\}"
+)
+REPLACED = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\\$|US\$|USD\s?(?=\d)", "¤"),
+        (r"\bRs\.?\s*(?=\d)", "₹"),
+        (r"\{:\}|(?<=\d)\s+to\s+(?=\d)", ":"),
+        (r"\$([^$]*)\$", r" \1 "),
+        (r"\$(?=\s?[\d.])", "¤"),
+        (r"\$", " "),
+        (r"(?<!\\)\\[()\[\]]", " "),
+        (r"\{\s*,\s*\}|,\s?\\!\s*", "\x01"),  # a separator of thousands for sure
+        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?|\\(?:displaystyle|limits|nolimits|phantom\{[^{}]*\})", ""),
+        (r"\\!", ""),
+        (r"\A.*(?:\\(?:therefore|implies|Longrightarrow|Rightarrow)(?![A-Za-z])|[∴⇒])", ""),
+        (r"(?<!\\)\\[,;:> ]|(?<!\\)~|\\q?quad(?![A-Za-z])", " "),
+        (r"\\%", "%"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\langle", "("),
+        (r"\\rangle", ")"),
+        (r"\s*\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\(?:degree|textdegree)(?![A-Za-z])", "°"),
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\frac\s*(\d)", r"\\frac{\1}"),
+        (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
+        (r"\\frac\s*\{\s*", r"\\frac{"),
+        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+        (r"\\leq(?:slant)?(?![A-Za-z])|<=", r"\\le "),
+        (r"\\geq(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
+        (r"\\neq(?![A-Za-z])|\\not\s*=|(?<![\d)!])!=", r"\\ne "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+        (r"\\(?:infin|infinity)(?![A-Za-z])|(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
+        (r"\+\s*\\infty", r"\\infty"),
+        (r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\(?:dots|cdots|dotsc|hdots)(?![A-Za-z])|\.\.\.+", r"\\ldots "),
+        (r"[\"]|``|''", ""),
+        (
+            r"([¤€£¥₹])\s*(\d[\d,\x01]*(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})(\s*(?:hundred|thousand|million|billion|trillion)\b)?",
+            r"\2\3 \1",
+        ),
+        (r"\*\*", "^"),
+        (r"\A\s*(?:(?i:at|about|around|approximately|roughly|exactly|only|just)\s|\\approx\s?)\s*(?=[-\d\\])", ""),
+        (r"\A\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
+        (r"\A\s*(['`])(.*)\1[\s.]*\Z", r"\2"),
+        (r"\A\s*DNE\W*\Z", "does not exist"),
+        (r"(?<=\d)\s?(?:\^\s?\{?\s?)?(?:st|nd|rd|th)(?![A-Za-z])\s?\}?", ""),
+        (r"\s+", " "),
+        (r"\A ?\\\{ ?([a-z]) ?(?:\\in ?\\mathbb ?\{R\} ?)?(?:\\mid|\||:) ?(?=.*\1)(.*?) ?\\\} ?\Z", r"\2"),  # {x | x > 2}
+        (r"\s?\(([^()]*\\in ?\\mathbb[^()]*)\) ?\Z", r", \1"),  # k\pi (k \in Z)
+    )
+]
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+ENDS = re.compile(r"^[\s,;:]+|(?:[\s,;:。\u2600-\u27bf■□∎\U0001f300-\U0001faff\ufe0f]|(?<!\\)\.|\\\\)+$")
+RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+SHORT_WORDS = frozenset(re.split(" ", "no on up in at it is or of to by if an as he we me us go so my do be am pm"))
+OPENING, CLOSING = "([{", ")]}"
+
+
+def tidy(text: str) -> str:
+    """The answer in one spelling. Time is linear in its length."""
+    text = FRACTIONS.sub(r" \g<0>", text.translate(CHARACTERS))
+    text = unicodedata.normalize("NFKC", text).translate(CHARACTERS)
+    for _ in range(5):
+        text, count = TEXT.subn(r" \1 ", text)
+        if not count:
+            break
+    for pattern, replacement in REPLACED:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"(?<=\d)\x01\s*(?=\d{3})", "", text).replace("\x01", ",")
+    former = None
+    while former != text:
+        former, text = text, _without_brackets(ENDS.sub("", text))
+    return text
+
+
+def _without_brackets(text: str) -> str:
+    """Without braces around the whole, and without parentheses around a single value."""
+    if text[:1] == "{" and closing(text, 0) == len(text) - 1:
+        return text[1:-1]
+    is_single = text[:1] == "(" and "," not in text and ";" not in text and closing(text, 0) == len(text) - 1
+    return text[1:-1] if is_single else text
+
+
+def closing(text: str, begin: int) -> int:
+    """Where the bracket at `begin` is closed, by whichever kind: an interval may be [2,5); -1: nowhere."""
+    depth = 0
+    for place in range(begin, len(text)):
+        if text[place] in OPENING:
+            depth += 1
+        elif text[place] in CLOSING:
+            depth -= 1
+            if depth == 0:
+                return place
+    return -1
+
+
+def key(text: str) -> str:
+    """What answers of equal text have in common: white space counts only between digits or words, and case not in words."""
+    text = re.sub(r"(?<![\w])\s+|\s+(?![\w])|(?<=\d)\s+(?=[A-Za-z])|(?<=[A-Za-z])\s+(?=\d)", "", text)
+    if not has_words(text):
+        return re.sub(r"(?<=[A-Za-z])\s(?=[A-Za-z])", "", text)
+    text = re.sub(r"\A(?:(?:the|an?|it|there)\s(?:is\s)?)+", "", text.lower())
+    return re.sub(r"(?<=[a-z]),(?=[a-z])|[.'!]|(?<=[a-z]{3})s\b", "", text) if "\\" not in text else text
+
+
+def has_words(text: str) -> bool:
+    """Whether there are words in it, which are no products of letters: "xy", "abc" and "GMm" may be products, "east" is none."""
+    if re.search("[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]", text):
+        return True
+    is_letters = re.fullmatch(r"[A-Za-z\s]*", text) is not None
+    return any(is_word(run) or (is_letters and run.lower() in SHORT_WORDS) for run in RUN.findall(text))
+
+
+def is_word(run: str) -> bool:
+    """At least three letters, with a vowel, that are not in alphabetical order, in which no two words are one product."""
+    if run in MATH_WORDS or len(run) < 3 or run not in {run.lower(), run.upper(), run.capitalize()}:
+        return False
+    return re.search("[aeiou]", run.lower()) is not None and (run == run.capitalize() or "".join(sorted(run)) != run)
