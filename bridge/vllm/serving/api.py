@@ -121,6 +121,10 @@ def build_engine(config: ReplicaConfig) -> Any:
     arguments = engine_args(**engine_arguments(config))
     made = arguments.create_engine_config()
     patches.fork_processes()
+    if config.detokenizes:
+        from bridge.vllm.serving import stops  # imports vLLM
+
+        stops.detokenizer(config.model_path)  # or the first request with a stop text would hold up the others
     made.scheduler_config.scheduler_cls = SCHEDULERS[bool(made.scheduler_config.async_scheduling)]
     return async_llm.from_vllm_config(made, disable_log_stats=arguments.disable_log_stats)
 
@@ -143,7 +147,7 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enforce_eager": config.enforce_eager or not torch.cuda.is_available(),  # compiling asks for a C++ compiler there
         "seed": config.seed,
-        "skip_tokenizer_init": not config.detokenizes,
+        "skip_tokenizer_init": True,  # stop texts are looked for by our own (stops.py)
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         # CPU generators cannot put back the random numbers of a prompt's first part (v1/worker/gpu_model_runner.py:3502)

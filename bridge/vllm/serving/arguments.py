@@ -29,7 +29,6 @@ OWN_KEYS = {  # fields that a key of a run's config sets
     "max_num_seqs": "rollout.max_num_seqs",
     "model": "model.path",
     "seed": "run.seed",
-    "skip_tokenizer_init": "rollout.stop",
     "tensor_parallel_size": "rollout.tensor_parallel",
     "tokenizer": "model.path",
 }
@@ -61,6 +60,7 @@ REFUSED = {
     "logprobs_mode": "importance ratios need the log-probs at the temperature that was sampled at",
     "prefill_context_parallel_size": _WORKERS,
     "runner": "replicas generate",
+    "skip_tokenizer_init": "replicas look for stop texts with a tokenizer of their own",
     "scheduler_cls": "replicas have one that keeps tokens until their request ends",
     "speculative_config": "a draft model would keep its first weights",
     "spec_method": "a draft model would keep its first weights",

@@ -50,6 +50,10 @@ async def core_requests(
     """
     from vllm.inputs import tokens_input
 
+    size, lowest, highest = engine.model_config.get_vocab_size(), min(request.prompt_ids), max(request.prompt_ids)
+    if lowest < 0 or highest >= size:  # vLLM would ask a tokenizer, and has none
+        outside = lowest if lowest < 0 else highest
+        raise ValueError(f"the prompt's token {outside} is out of vocabulary: the model has embeddings for 0 to {size - 1}")
     prompt, tasks = tokens_input(list(request.prompt_ids), cache_salt=str(version)), await engine.get_supported_tasks()
     adapter = vllm_adapter.request(with_adapter)
     with value_errors():
@@ -81,8 +85,11 @@ async def submit(engine: Any, requests: Sequence[Any], sink: Any) -> None:
     """Hand requests of the core to the engine; comes back once they are on their way. `sink.put` gets each one's final output, or
     what ended the engine. AsyncLLM.add_request (v1/engine/async_llm.py:388) would have a queue and an event for each.
     """
+    from bridge.vllm.serving import stops  # imports vLLM
+
     for request in requests:
         engine.output_processor.add_request(request, None, queue=sink)
+        stops.look_for_stops(engine, request)
         await engine.engine_core.add_request_async(request)
 
 

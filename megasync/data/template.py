@@ -1,0 +1,175 @@
+"""A model's chat template: conversations as text, and how it writes the end of an assistant's turn. No torch in here.
+
+Some templates take a message's content as a list of parts alone: it is given to them so. Leaves out what a model has answered
+already in a conversation (episodes/template.py).
+
+    template = ChatTemplate(tokenizer, {"enable_thinking": False})
+    template.render([{"role": "user", "content": "1+2="}], generate=True)
+    template.turn.end            # "<|im_end|>"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
+
+OF_TEMPLATES = ("namespace", "range", "dict", "raise_exception", "strftime_now", "lipsum", "cycler", "joiner")  # functions
+TEMPLATE_REMEDY = "download the tokenizer again, or write data.chat_template=false"
+PROBE = "probe0c4f"
+PROMPT_END = 40  # characters that a note shows
+ASKED = {"role": "user", "content": "?"}
+
+
+def check_template(tokenizer: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """The variables that the template reads, `tools` among them where it does.
+
+    Raises:
+        ConfigError: the template is broken, or does not read one of the arguments: it would pass over it.
+    """
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        template = tokenizer.get_chat_template()
+        variables = meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
+    except Exception as error:  # of a template that is no text, of several without a default, of its grammar
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"data.chat_template = true: the model's template is broken: {told}", remedy=TEMPLATE_REMEDY) from error
+    usable = sorted(variables - {"messages", "add_generation_prompt", *tokenizer.special_tokens_map, *OF_TEMPLATES})
+    for name in arguments:
+        if name not in usable:
+            near, key = nearest_name(name, usable), f"data.chat_template_arguments.{name}"
+            problem = f"{key} = {arguments[name]!r}: the model's chat template reads no such variable"
+            remedy = f"write data.chat_template_arguments.{near}" if near else f"take {key} out"
+            raise ConfigError(problem, choices=", ".join(usable) or "none", nearest=near, remedy=remedy)
+    return usable
+
+
+@dataclass(frozen=True, slots=True)
+class TurnForm:
+    """What a template writes around an assistant's content at the end of a conversation.
+
+    `lead`: between the generation prompt and the content. `close`: behind it. `end`: the token of `close` that ends the turn;
+    empty where it writes none. `is_begun`: the turn begins as the generation prompt does.
+    """
+
+    lead: str = ""
+    close: str = ""
+    end: str = ""
+    is_begun: bool = True
+
+    @property
+    def trained_close(self) -> str:
+        """Up to the end of the turn: what a template writes behind it belongs to the next turn."""
+        return self.close[: self.close.index(self.end) + len(self.end)] if self.end else ""
+
+
+class ChatTemplate:
+    """`arguments`: the template's own variables."""
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        self._in_parts = frozenset[str]()
+        for role, before, behind in (("user", [], []), ("system", [], [ASKED]), ("assistant", [ASKED], [])):
+            if not self._writes(before, role, PROBE, behind) and self._writes(before, role, _parts(PROBE), behind):
+                self._in_parts |= {role}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        generate: bool,
+        tools: Sequence[Any] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`arguments`: of these messages, before the run's own. Raises what the template's code does, which is anything."""
+        given = [self._given(message) for message in messages]
+        options = {"tokenize": False, "add_generation_prompt": generate, **self._arguments, **(arguments or {})}
+        text: str = self._tokenizer.apply_chat_template(given, tools=list(tools) or None, **options)
+        return text
+
+    def check_row(self, line: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], own: Mapping[str, Any]) -> None:
+        """ConfigError for what of a row of the data the template would leave out without a word."""
+        remedy = "take a model whose template does, or take it out of the data"
+        message = f"line {line}: holds {TOOLS}, and the model's chat template reads none"
+        refuse_if(tools and "tools" not in self._variables, message, remedy=remedy)
+        for name in own:
+            near, choices = nearest_name(name, self._variables), ", ".join(self._variables) or "none"
+            message = f"line {line}: {ARGUMENTS} has {name!r}, and the model's chat template reads no such variable"
+            refuse_if(name not in self._variables or name == "tools", message, choices=choices, nearest=near, remedy=remedy)
+        for name in {name for each in messages for name in each if name in RENDERED and each[name]}:
+            message = f"line {line}: a message has {name!r}, which the model's chat template does not write"
+            refuse_if(not re.search(rf"\b{name}\b", self._text), message, remedy=remedy)
+
+    @cached_property
+    def _variables(self) -> list[str]:
+        return check_template(self._tokenizer, {})
+
+    @cached_property
+    def _text(self) -> str:
+        return str(self._tokenizer.get_chat_template())
+
+    @cached_property
+    def turn(self) -> TurnForm:
+        """As the template writes a probe; all empty where it refuses that."""
+        try:
+            prompt = self.render([ASKED], generate=True)
+            before, found, close = self.render([ASKED, {"role": "assistant", "content": PROBE}], generate=False).partition(PROBE)
+        except Exception:  # noqa: BLE001 - of the template's code
+            return TurnForm()
+        if not found:
+            return TurnForm()
+        is_begun = before.startswith(prompt)
+        return TurnForm(before.removeprefix(prompt) if is_begun else "", close, self._end(close), is_begun)
+
+    def notes(self) -> list[str]:
+        """Of what a user may not expect of the template."""
+        turn, close, notes = self.turn, self.turn.close.strip(), list[str]()
+        if close and not turn.end:
+            told = f"the chat template ends an answer with {close!r}, which is no token of its own"
+            notes.append(f"{told}: a response stops at the end of the sequence; rollout.stop=[{close!r}] would stop it there")
+        if turn.lead.strip():
+            notes.append(f"the chat template writes {turn.lead!r} before an answer, behind what a response begins with")
+        if self._in_parts:
+            notes.append("the chat template takes a content as a list of parts, and gets each text as one")
+        return notes
+
+    def supervised_notes(self) -> list[str]:
+        """Of what supervised training on answers alone may not mean to train."""
+        if self.turn.is_begun:
+            return []
+        begun = self.render([ASKED], generate=True)[-PROMPT_END:]
+        message = f"the chat template ends prompts with {begun!r}, as no turn of its begins: answers are trained right behind it"
+        return [f"{message}; give the data messages with reasoning_content, or write what closes it into the answers"]
+
+    def _end(self, close: str) -> str:
+        """The first token of what closes a turn that is more than characters of a text: an added one, or all of it."""
+        backend = self._tokenizer.backend_tokenizer
+        added: set[str] = {token.content for token in backend.get_added_tokens_decoder().values() if token.content.strip()}
+        found = [(close.find(content), -len(content), content) for content in added if content in close]
+        if found:
+            return min(found)[2]
+        word = close.strip()
+        ids = backend.encode(word, add_special_tokens=False).ids if len(word) > 1 else []
+        return word if len(ids) == 1 and backend.id_to_token(ids[0]) == word else ""
+
+    def _given(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        content, role = message.get("content", ""), "user" if message["role"] == "tool" else message["role"]
+        is_text = role in self._in_parts and isinstance(content, str)
+        return {**message, "content": _parts(content)} if is_text else dict(message)
+
+    def _writes(self, before: Sequence[Any], role: str, content: Any, behind: Sequence[Any]) -> bool:
+        try:
+            return PROBE in self.render([*before, {"role": role, "content": content}, *behind], generate=True)
+        except Exception:  # noqa: BLE001 - of the template's code
+            return False
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]

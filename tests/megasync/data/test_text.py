@@ -1,0 +1,147 @@
+"""Texts to ids to texts, for every kind of tokenizer: what rewards, stop texts, logs and episodes see, and what is trained.
+
+python -m pytest tests/megasync/data/test_text.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasync.data.data import Example
+from megasync.data.prompts import Prompts
+from megasync.episodes.tokens import Tokens
+from tests.support.tokenizer_kinds import EXTRA, KINDS, OF_WORDS, WITH_BYTES, prompts_of
+
+KNOWN = "abcdefghijklmnopqrstuvwxyz0123456789+=!?.,:' \n\t"
+ANY = "é東🙂́—\u200d"
+WORDS = ("12+30=42,", "the", "answer", "!=", "x", "don't", "'no'", ".", "tell:")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    return prompts_of(kind, tmp_path_factory.mktemp("kinds"))
+
+
+def texts(kind: str, *, specials: bool = True) -> st.SearchStrategy[str]:
+    """That the kind has tokens for and whose white space it keeps."""
+    extra = EXTRA if specials else ()
+    if kind in OF_WORDS:
+        return st.lists(st.sampled_from([*WORDS, *extra]), max_size=8).map(" ".join)
+    letters = KNOWN + (ANY if kind in WITH_BYTES else "")
+    parts = st.one_of(st.text(letters, max_size=6), st.sampled_from([" ", "  ", " 42", "x != y", *extra]))
+    return st.lists(parts, max_size=6).map("".join)
+
+
+def ids_of(prompts: Prompts, text: str) -> list[int]:
+    """As a model samples it behind a prompt."""
+    return list(prompts.encoder.continuing.encode(text, add_special_tokens=False).ids)
+
+
+def array(ids: list[int]) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_text_comes_back_and_its_end_token_is_no_part_of_it(kind: str, prompts: Prompts, data: st.DataObject) -> None:
+    text = data.draw(texts(kind))
+    ids = ids_of(prompts, text)
+    assert prompts.text(array(ids)) == text
+    assert prompts.text(array([*ids, prompts.stop_token_ids[0]])) == text
+    assert "".join(prompts.token_texts(ids)) == text
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_pieces_streams_batches_and_episodes_say_the_same_of_any_ids(prompts: Prompts, data: st.DataObject) -> None:
+    """Also of bytes that are no characters; those can change what stands before them, which a stream has handed out."""
+    size = len(prompts.tokenizer)
+    many = data.draw(st.lists(st.lists(st.integers(0, size - 1), max_size=12), max_size=3))
+    tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
+    for ids, text in zip(many, prompts.texts([array(ids) for ids in many]), strict=True):
+        assert text == prompts.text(array(ids)) == tokens.decode(tokens.without_stop(ids))
+        whole, pieces = prompts.detokenizer.text(ids), prompts.token_texts(ids)
+        assert "".join(pieces) == whole and len(pieces) == len(ids)
+        stream = prompts.detokenizer.stream()
+        streamed = "".join(stream.step(each) for each in ids)
+        assert streamed == whole or "\ufffd" in whole
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_response_says_what_follows_the_prompt(kind: str, prompts: Prompts, data: st.DataObject) -> None:
+    prompt, response = "12+30=42," if kind in OF_WORDS else "12+30=", data.draw(texts(kind))
+    first, then = prompts.prompt_ids(Example(prompt, "", 1)), ids_of(prompts, response)
+    joiner = " " if kind in OF_WORDS and response else ""
+    asked = prompts.detokenizer.whole(first)
+    assert asked.strip() == prompt and prompts.detokenizer.whole([*first, *then]) == f"{asked}{joiner}{response}"
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_an_answer_is_trained_as_the_text_that_goes_on_from_the_prompt(kind: str, prompts: Prompts, data: st.DataObject) -> None:
+    """With the tokens of the text of both, where those begin with the prompt's."""
+    prompt, answer = (
+        data.draw(texts(kind, specials=False).filter(str.strip)),
+        data.draw(texts(kind, specials=False).filter(str.strip)),
+    )
+    example = Example(prompt, answer, 1)
+    sample = prompts.supervised(example)
+    asked, said = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+    assert said[-1] == prompts.stop_token_ids[0] and list(prompts.lengths([example], with_answers=True)) == [len(asked + said)]
+    assert prompts.text(sample.response_ids) == answer or kind == "word_piece"
+    whole = prompts.tokenizer.encode(prompt + answer)
+    if whole[: len(asked)] == asked:
+        assert whole == asked + said[:-1]
+
+
+def test_prompts_are_neither_cut_nor_filled(prompts: Prompts) -> None:
+    """Saved truncation and padding are off, wherever a text becomes ids; it is noted."""
+    text = "the answer is 42 . x != y"
+    ids = Tokens(prompts.tokenizer, prompts.stop_token_ids).encode(text)
+    assert len(ids) > 4 and prompts.detokenizer.whole(ids).strip() == text == prompts.tokenizer.decode(ids).strip()
+    assert list(prompts.prompt_ids(Example(text, "", 1))) == ids
+    short = Tokens(prompts.tokenizer, prompts.stop_token_ids).encode("x")
+    assert prompts.tokenizer.pad_token_id not in short
+    assert {"truncation to 4 tokens", "padding to 8 tokens", "clean_up_tokenization_spaces"} <= {
+        note.partition("ask for ")[2].partition(";")[0] for note in prompts.notes
+    }
+
+
+def test_a_number_behind_an_equals_sign_has_no_space_in_it(kind: str, prompts: Prompts) -> None:
+    if kind in OF_WORDS:
+        pytest.skip("its tokens are words")
+    sample = prompts.supervised(Example("12+30=", "42", 1))
+    whole = prompts.detokenizer.whole([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
+    assert whole.strip() == "12+30=42</s>"
+    spaced = prompts.supervised(Example("12+30=", " 42", 1))
+    assert prompts.text(spaced.response_ids) == " 42" != prompts.text(sample.response_ids)
+    assert spaced.response_ids.tolist() != sample.response_ids.tolist()
+    for answer in ("42</answer>", "<tool>42</answer>x", " <tool> 42"):  # nor has one behind an added token
+        assert prompts.text(prompts.supervised(Example("12+30=", answer, 1)).response_ids) == answer
+
+
+def test_special_tokens_are_read_as_they_are(prompts: Prompts, kind: str) -> None:
+    between = " " if kind in (*OF_WORDS, "llama2") else ""
+    text = between.join(["the", EXTRA[0], EXTRA[1], EXTRA[2], "x"])
+    ids = ids_of(prompts, text)
+    assert prompts.text(array(ids)) == text
+    assert set(EXTRA) <= {piece.strip() for piece in prompts.token_texts(ids)}
+
+
+def test_a_character_of_several_tokens_is_its_last_ones(tmp_path: Path) -> None:
+    for kind in WITH_BYTES:
+        prompts = prompts_of(kind, tmp_path)
+        ids = ids_of(prompts, "🙂")
+        assert prompts.token_texts(ids) == [""] * (len(ids) - 1) + ["🙂"] and len(ids) > 1
+        assert prompts.text(array(ids[:-1])).strip("\ufffd") == ""
