@@ -66,7 +66,7 @@ def test_other_keys(tmp_path: Path) -> None:
         ('{"question": "a", "answer": "2", "more": ["\\uDE00"]}', "in pairs only"),
         ('{"question": "a"}', "has no key 'answer'"),
         ("{}", "has no key 'question'"),
-        ('{"question": null, "answer": "2"}', "'question' is a NoneType"),
+        ('{"question": null, "answer": "2"}', "'question' is empty: null"),
         ('{"question": {"a": 1}, "answer": "2"}', "'question' is a dict"),
         ('{"question": "a", "answer": ["2"]}', "'answer' is a list"),
         ('{"question": "a", "answer": NaN}', "'answer' is nan, which is no number"),
@@ -114,7 +114,9 @@ def test_messages_are_turns_and_the_last_one_is_the_prompt(tmp_path: Path) -> No
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(row))
     (example,) = load_examples(path, "messages", "reward_model.ground_truth")
-    assert example == Example("2+2?", "4", 1, tuple(turns), {"reward_model": row["reward_model"], "level": 3})
+    plain = tuple({"role": role, "content": content} for role, content in turns)
+    assert example == Example("2+2?", "4", 1, plain, {"reward_model": row["reward_model"], "level": 3})
+    assert example.turns == tuple(turns)
     assert hash(example) == hash(load_examples(path, "messages", "reward_model.ground_truth")[0])
     with pytest.raises(ValueError, match=r"no key 'reward_model.truth'\n +keys: +reward_model.ground_truth, reward_model.style"):
         load_examples(path, "messages", "reward_model.truth")

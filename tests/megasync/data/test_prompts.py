@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
-from megasync.data.prompts import RunData, load_data
+from megasync.data.load import RunData, load_data
 from tests.support.config_files import cannot_run, write, write_runnable
 
 TEMPLATE = """{%- for message in messages -%}

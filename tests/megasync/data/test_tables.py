@@ -196,8 +196,8 @@ def test_a_machine_without_pyarrow_is_told_so(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "a", "answer": None}, "a.parquet: row 8: 'answer' is a NoneType"),
-        ({"question": None, "answer": "2"}, "a.parquet: row 8: 'question' is a NoneType"),
+        ({"question": "a", "answer": None}, "a.parquet: row 8: 'answer' is empty"),
+        ({"question": None, "answer": "2"}, "a.parquet: row 8: 'question' is empty"),
         ({"question": "", "answer": "2"}, "a.parquet: row 8: the prompt 'question' is empty"),
     ],
 )

@@ -1,0 +1,217 @@
+"""Which files hold a split of a data set: a file, a folder of shards, what datasets.save_to_disk wrote, a hub's cache.
+
+Names are read by the conventions of the datasets library (data_files.py of datasets 5.2): words such as train and test name a
+split, in a file's name or its folder's; files that differ by a number are shards. Unlike it, files of other names are not put
+together. Leaves out their rows (tables.py). No torch in here.
+
+    data_files(Path("gsm8k/main"), "train", "data.split")      # [.../train-00000-of-00001.parquet]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megasync.config.errors import ConfigError, nearest_name, refuse_if, some
+
+FOLDER_REMEDY = "name a file, a folder of *.parquet or *.jsonl, or one that datasets.save_to_disk wrote"
+SUFFIXES = (".parquet", ".jsonl", ".arrow")
+OTHER_SUFFIXES = (
+    ".json",
+    ".csv",
+    ".tsv",
+)  # looked at where a folder has none of the above: notes about data have such names, too
+NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+CACHED_RESULT = re.compile(r"(cache|tmp)[-_]?\w*\.arrow")  # of Dataset.map, beside the data
+TRAIN_KEY = "data.split"  # the others are of held-out data
+TRAINING = {"train", "training"}
+HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
+UNNAMED = {"", "part", "data", "shard", "chunk", "file"}  # what shards are called that name no split
+CODEC = re.compile(r"\.(snappy|gz|gzip|zstd|zst|lz4|brotli)$")
+OF_TOTAL = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")  # train-00000-of-00002
+NUMBERED = re.compile(r"(?P<prefix>\D*?)[-_. ]?(?P<number>\d+)(?P<more>_\d+)?(?P<writer>[-.].+?)?(?:[-.]c(?P<file>\d+))?$")
+DEPTH = 4  # folders below one without data in which some is looked for, as a hub's cache has them
+
+
+class Shard(NamedTuple):
+    """What the name of a file says."""
+
+    split: str
+    numbers: tuple[int, ...] = ()
+    total: int = 0  # 0: the name does not say how many there are
+    writer: str = ""  # the part of a name that all files of one write share
+    is_padded: bool = False
+
+
+def data_files(path: Path, split: str, split_key: str, note: Callable[[str], None] = lambda _: None) -> list[Path]:
+    """The files that hold a split, in order; of a file itself. `note` gets what names alone do not prove.
+
+    Raises:
+        ConfigError: there are none, several splits, or shards that are not all there.
+    """
+    if path.is_file():
+        message = f"{path}: is one file, and {split_key} = {split!r} is for folders"
+        refuse_if(split, message, remedy=f"take {split_key} out, or name the folder")
+        return [path]
+    looked_in = str(path.resolve().parent)
+    refuse_if(not path.is_dir(), f"{path}: there is no such data file", looked_in=looked_in, remedy=FOLDER_REMEDY)
+    if (path / "dataset_dict.json").is_file():
+        chosen = _choose(path, _json_of(path / "dataset_dict.json").get("splits") or [], split, split_key)
+        return _saved_files(path / chosen)
+    if (path / "state.json").is_file():
+        own = _json_of(path / "state.json").get("_split") or ""
+        refuse_if(split and split != own, f"{path}: is the split {own!r}, not {split!r}", remedy=f"take {split_key} out")
+        return _saved_files(path)
+    return _loose_files(path, split, split_key, note)
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Of a Dataset that datasets.save_to_disk wrote."""
+    entries = _json_of(folder / "state.json").get("_data_files") or []
+    files = [folder / str(entry["filename"]) for entry in entries]
+    missing = ", ".join(file.name for file in files if not file.is_file())
+    refuse_if(missing, f"{folder}: state.json names files that are not there", missing=missing, remedy="save the data set again")
+    return files
+
+
+def _loose_files(path: Path, split: str, split_key: str, note: Callable[[str], None]) -> list[Path]:
+    """Of a folder, of `data` in it, or of folders that are named as splits, as data sets are kept on the Hugging Face hub."""
+    for folder in (path, path / "data"):
+        if by_split := _by_split(_files_in(folder)):
+            return _whole(path, by_split[_choose(path, list(by_split), split, split_key)], note)
+        if split_folders := [each for each in _folders_in(folder) if _words(each.name) & (TRAINING | HELD_OUT)]:
+            named = {each.name: each for each in split_folders}
+            return _loose_files(named[_choose(path, list(named), split, split_key)], "", split_key, note)
+    raise _without_data(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Files of data, of the suffixes that go first; none where there is no such folder."""
+    listed = [file for file in sorted(folder.iterdir()) if _is_data(file)] if folder.is_dir() else []
+    for file in listed:
+        if not file.exists():  # a shard that is left out would not be missed
+            remedy = "download the data set again"
+            raise ConfigError(f"{file}: is a link to {file.readlink()}, which is not there", remedy=remedy)
+    return [file for file in listed if file.suffix in SUFFIXES] or listed
+
+
+def _is_data(file: Path) -> bool:
+    is_hidden = file.name.startswith(".") or file.name in NO_DATA or CACHED_RESULT.fullmatch(file.name)
+    return file.suffix in (*SUFFIXES, *OTHER_SUFFIXES) and not is_hidden and not file.is_dir()
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """Those with files of data."""
+    return [each for each in sorted(folder.iterdir()) if each.is_dir() and _files_in(each)] if folder.is_dir() else []
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z]+", name.lower()))
+
+
+def _unlettered(name: str) -> str:
+    """Without a letter or number at its end, such as those of the `split` command."""
+    return re.sub(r"(?<=[-_.])(\d+|[a-z]{1,2})$", "", name)
+
+
+def _by_split(files: Iterable[Path]) -> dict[str, dict[Path, Shard]]:
+    """By the names of their splits, in order.
+
+    Numbers make shards where the rest of a name is a split's or nobody's and they begin with 0 or 1, or have leading zeros:
+    `train-0` and `0000`, but neither `aime-24` nor `2024`.
+    """
+    shards = {file: _shard(file) for file in files}
+    begun = {shard.split for shard in shards.values() if shard.total or shard.is_padded or shard.numbers[:1] in ((0,), (1,))}
+    by_split: dict[str, dict[Path, Shard]] = {}
+    for file, shard in sorted(shards.items(), key=lambda item: (item[1].split, item[1].numbers)):
+        own = shard if not shard.numbers or shard.split in begun else Shard(CODEC.sub("", file.stem))
+        by_split.setdefault(own.split, {})[file] = own
+    return by_split
+
+
+def _shard(file: Path) -> Shard:
+    stem = CODEC.sub("", file.stem)
+    if match := OF_TOTAL.search(stem):
+        return Shard(stem[: match.start()], (int(match[1]),), int(match[2]), match[3] or "")
+    if match := NUMBERED.fullmatch(stem):
+        is_padded = len(match["number"]) > 3 and match["number"][0] == "0"
+        is_unnamed = match["prefix"].lower() in UNNAMED
+        if is_unnamed or is_padded or _words(match["prefix"]) & (TRAINING | HELD_OUT):
+            numbers = [match["number"], (match["more"] or "").strip("_"), match["file"]]
+            found = tuple(int(number) for number in numbers if number)
+            return Shard("train" if is_unnamed else match["prefix"], found, 0, match["writer"] or "", is_padded)
+    return Shard(stem)
+
+
+def _whole(path: Path, shards: dict[Path, Shard], note: Callable[[str], None]) -> list[Path]:
+    """The files, if they are of one kind and one write, and each shard is there once. Where names do not say how many there are,
+    they are numbered from 0 or 1 on; Spark, whose names tell the write, leaves numbers out. Those that do may end with a hash of
+    the shard, as the hub's of 2023 do.
+    """
+    first, files = next(iter(shards.values())), list(shards)
+    kinds = sorted({file.suffix for file in files})
+    refuse_if(len(kinds) > 1, f"{path}: holds {first.split} as {' and as '.join(kinds)}", remedy="name one of the files")
+    numbers = [shard.numbers or (0,) for shard in shards.values()]
+    writes = {(shard.total, "" if shard.total else shard.writer) for shard in shards.values()}
+    is_whole = len(set(numbers)) == len(files) and len(writes) == 1
+    if first.total or not (first.writer or any(len(each) > 1 for each in numbers)):
+        begin = min(numbers[0][0], 1)
+        is_whole = is_whole and [each[0] for each in numbers] == list(range(begin, begin + (first.total or len(files))))
+    message = f"{path}: {first.split} is not whole, or there twice"
+    remedy = "download the shards that are missing, take out those of another download, or name one of the files"
+    refuse_if(not is_whole, message, files=some(file.name for file in files), remedy=remedy)
+    if len(files) > 1 and not first.total:
+        names = some((file.name for file in files), 3)
+        note(f"{path}: {len(files)} files are taken for the shards of {first.split}: {names}")
+    return files
+
+
+def _without_data(path: Path) -> ConfigError:
+    patterns = ["/".join(["*"] * depth) for depth in range(1, DEPTH + 1)]
+    below = [folder for pattern in patterns for folder in sorted(path.glob(pattern)) if folder.is_dir() and _files_in(folder)]
+    of_splits = [folder.parent if _words(folder.name) & (TRAINING | HELD_OUT) else folder for folder in below]
+    inner = list(dict.fromkeys(str(folder.relative_to(path)) for folder in of_splits))
+    remedy = f"name one of the folders, such as {path / inner[0]}" if inner else FOLDER_REMEDY
+    holds = "" if inner else some(sorted(each.name for each in path.iterdir()))
+    return ConfigError(f"{path}: is a folder without data files", folders_with_some=some(inner, 12), holds=holds, remedy=remedy)
+
+
+def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> str:
+    if split in splits:
+        return split
+    if not split and len(splits) == 1:
+        return splits[0]
+    near = nearest_name(split, splits) if split else ""
+    problem = f"has no split {split!r}" if split else "holds several splits"
+    chosen = near or _likeliest(splits, split_key)
+    remedy = f"write {_setting(path, split_key, chosen or 'NAME')}"
+    first = chosen or next(iter(splits), "")
+    if not near and first and (first[-1].isdigit() or len(set(map(_unlettered, splits))) == 1 < len(splits)):
+        # level-1, level-2 or chunk-a, chunk-b: splits, or the shards of one
+        remedy = f"write {_setting(path, split_key, 'NAME')} for one of them; if they are shards, call them "
+        remedy += f"NAME-00000-of-{len(splits):05d}"
+    raise ConfigError(f"{path}: {problem}", splits=some(splits, 12) or "none", nearest=near, remedy=remedy)
+
+
+def _likeliest(splits: Sequence[str], split_key: str) -> str:
+    """The one to train on for data.split, for others a held-out one; empty where there are only wrong ones, or several others."""
+    kinds = {name: "train" if _words(name) & TRAINING else "test" if _words(name) & HELD_OUT else "" for name in splits}
+    wanted = ("train", "") if split_key == TRAIN_KEY else ("test", "")
+    found = {kind: [name for name in splits if kinds[name] == kind] for kind in wanted}
+    return next((names[0] for kind, names in found.items() if names and (kind or len(names) == 1)), "")
+
+
+def _setting(path: Path, split_key: str, split: str) -> str:
+    """How the split is written: with a data.eval that is a path there is no key for it yet."""
+    return f"data.eval='{{NAME: {{path: {path}, split: {split}}}}}'" if split_key == "data.eval" else f"{split_key}={split}"
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", remedy="save the data set again") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,60 @@
+"""What a supervised run measures on held-out data, and writes of what it trains. Leaves out the steps (loop.py).
+
+held_out_metrics(engine, prompts.supervised_batch(examples))    # {"eval/loss": 0.7, "eval/perplexity": 2.0, "eval/accuracy": 0.1}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.engine import Engine
+from engine.sample import Sample
+from megasync.config.data_section import TRAIN_SET
+from megasync.data.data import Example
+from megasync.data.prompts import Prompts
+from megasync.episodes.segments import Branch
+from megasync.rollouts.evaluation import error_metric
+from megasync.rollouts.requests import pieces
+
+MAX_EXPONENT = 700.0  # of a float64
+
+
+def held_out_metrics(engine: Engine, samples: Sequence[Sample]) -> dict[str, float]:
+    """Loss and perplexity a trained token, and the share of examples whose trained tokens greedy decoding gives.
+
+    Collective. `samples`: those of one example share their `group`.
+    """
+    found = engine.held_out(samples)
+    loss = -sum(each.log_prob for each in found) / max(1, sum(each.num_tokens for each in found))
+    missed = {sample.group for sample, each in zip(samples, found, strict=True) if not each.is_match}
+    matches = [float(group not in missed) for group in {sample.group for sample in samples}]
+    own = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, MAX_EXPONENT)), "eval/accuracy": sum(matches) / len(matches)}
+    return own | error_metric("eval/accuracy_error", matches)
+
+
+def sample_lines(prompts: Prompts, examples: Sequence[Example]) -> Iterator[dict[str, Any]]:
+    """Lines of samples.jsonl without their step: each example's sequences in pieces; those marked sampled are trained."""
+    for example in examples:
+        samples = prompts.samples(example)
+        turns = sum(max(1, int((np.diff(sample.is_sampled.astype(int), prepend=0) == 1).sum())) for sample in samples)
+        yield {
+            "set": TRAIN_SET,
+            "line": example.line,
+            "prompt": prompts.prompt_text(example),
+            "answer": example.answer,
+            "tokens": sum(sample.num_sampled for sample in samples),
+            "turns": turns,
+            "branches": [pieces(prompts, _branch(sample)) for sample in samples],
+        }
+
+
+def _branch(sample: Sample) -> Branch:
+    size, num_prompt = sample.num_tokens, len(sample.prompt_ids)
+    ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+    own = sample.is_sampled if len(sample.is_sampled) else np.ones(len(sample.response_ids), np.bool_)
+    is_trained = np.concatenate([np.zeros(num_prompt, np.bool_), own])
+    return Branch(ids, num_prompt, is_trained, np.zeros(size, np.float32), np.zeros(size, np.int32))
