@@ -3,9 +3,12 @@
 segments.py   turns become training sequences: each sampled token once, with its log-prob and version
 record.py     how turns were asked for and what environments answered, so that an episode goes on or is played again
 messages.py   messages in OpenAI's form, made plain, and by what one is known again
+calls/        tool calls in what a model sampled, read by the format of its family
 parse.py      what a model sampled, read as content, reasoning and tool calls
 tokens.py     text to tokens, with marks in the text for tokens that are known already
 template.py   a conversation as token ids, by the chat template of the model's folder; also by one that knows no tools
+replies.py    what of a sampled answer a program gets
+tool_clock.py how long the tools of an episode take
 chat.py       Model: what an episode talks to
 render.py     by the renderers package, for families that it knows; which of the two a model's folder gets
 task.py       what an episode gets and gives back

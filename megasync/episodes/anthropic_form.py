@@ -10,36 +10,57 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.episodes.asking import Asked, number, objects, refuse, texts
+from megasync.episodes.asking import DRAWN, Asked, Fields, mapping, number, objects, only, texts
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import Message, MessageError, text_of
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+FIELDS = Fields(
+    taken=frozenset(
+        {"messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking", "model"}
+        | {"chat_template_kwargs"}
+    ),
+    harmless=frozenset(
+        {"metadata", "cache_control", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "diagnostics", "betas"}
+        | {"billing_policy"}
+    ),
+    of_run=DRAWN,
+    neutral={"speed": ("standard",)},
+)
+
+
 class AnthropicForm:
     """Stateless."""
 
     def read(self, body: Mapping[str, Any]) -> Asked:
-        refuse(body, ("mcp_servers", "container", "output_format"))
+        of_run = FIELDS.check(body)
         messages: list[Message] = []
         if system := text_of(body.get("system")):
             messages.append({"role": "system", "content": system})
         for message in objects(body, "messages"):
-            messages += _messages(message)
-        tools = objects(body, "tools")
-        if kinds := [tool["type"] for tool in tools if tool.get("type") not in (None, "custom")]:
-            raise MessageError(f"tools: type = {kinds[0]!r:.100}: a server's own tool; give tools with an input_schema")
-        choice = body.get("tool_choice")
-        thinking = body.get("thinking")
+            for made in _messages(message):
+                if made["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
+                    messages[-1] = _joined(messages[-1], made)  # two in a row are one, as its documentation has it
+                else:
+                    messages.append(made)
+        tools, is_forced = _tools(body)
+        thinking = mapping(body, "thinking")
+        if thinking.get("type", "disabled") not in ("enabled", "adaptive", "disabled"):
+            raise MessageError(f"thinking: type = {thinking['type']!r:.100}: write enabled, adaptive or disabled")
+        more = {"tool_choice": is_forced, "thinking.budget_tokens": bool(thinking.get("budget_tokens"))}
         return Asked(
             messages=messages,
-            tools=() if isinstance(choice, Mapping) and choice.get("type") == "none" else tools,
+            tools=tools,
             max_tokens=number(body, "max_tokens"),
             stop=texts(body, "stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or "policy"),
-            with_reasoning=isinstance(thinking, Mapping) and thinking.get("type") in ("enabled", "adaptive"),
+            with_reasoning=thinking.get("type") in ("enabled", "adaptive"),
+            continues=bool(messages) and messages[-1]["role"] == "assistant",
+            template=mapping(body, "chat_template_kwargs"),
+            without_effect=(*of_run, *(name for name, is_said in more.items() if is_said)),
             body=body,
         )
 
@@ -65,6 +86,28 @@ class AnthropicForm:
     def error(self, status: int, message: str) -> dict[str, Any]:
         kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """Those that the policy may call, and whether the program wants it to call one."""
+    tools, choice = objects(body, "tools"), mapping(body, "tool_choice")
+    if kinds := [tool["type"] for tool in tools if tool.get("type") not in (None, "custom")]:
+        raise MessageError(f"tools: type = {kinds[0]!r:.100}: a server's own tool; give tools with an input_schema")
+    if choice.get("disable_parallel_tool_use"):
+        raise MessageError("tool_choice: disable_parallel_tool_use: the policy may call several tools; leave it out")
+    kind = choice.get("type", "auto")
+    if kind not in ("auto", "any", "tool", "none"):
+        raise MessageError(f"tool_choice: type = {kind!r:.100}: write auto, any, tool or none")
+    if kind in ("none", "tool"):
+        return () if kind == "none" else only(tools, choice.get("name")), kind == "tool"
+    return tools, kind == "any"
+
+
+def _joined(one: Message, other: Message) -> Message:
+    made = {**one, **other, "content": one["content"] + other["content"]}
+    calls = [*one.get("tool_calls", ()), *other.get("tool_calls", ())]
+    reasoning = one.get("reasoning", "") + other.get("reasoning", "")
+    return {**made, **({"tool_calls": calls} if calls else {}), **({"reasoning": reasoning} if reasoning else {})}
 
 
 def _messages(message: Mapping[str, Any]) -> list[Message]:
@@ -122,5 +165,12 @@ def _end(reply: Reply) -> dict[str, Any]:
 
 def _envelope(asked: Asked, reply: Reply, blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     usage = {"input_tokens": reply.num_prompt_tokens, "output_tokens": reply.num_sampled_tokens}
-    envelope = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": asked.model}
+    envelope: dict[str, Any] = {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+    }
+    if reply.message.invalid_tool_calls:
+        envelope["invalid_tool_calls"] = reply.message.invalid_tool_calls
     return {**envelope, "content": list(blocks), "stop_reason": None, "stop_sequence": None, "usage": usage}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megasync.episodes.chat import Reply
-from megasync.episodes.messages import MessageError
+from megasync.episodes.messages import MessageError, digest
 
 MOST_SAMPLES = 128
+DRAWN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})  # how tokens are drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One request. How tokens are drawn (temperature, top_p, seed ...) is the run's and not the program's.
 
-    Nor can a program make the policy call a tool: with any `tool_choice` but none it may.
+    Nor can a program make the policy call a tool: where it wants to, the policy still may answer without. The answer's headers
+    name the fields that have no effect for these reasons.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -30,17 +30,20 @@ class Asked:
     model: str = "policy"
     with_usage: bool = True  # in a stream
     with_reasoning: bool = True
+    continues: bool = False  # the last message, which is the assistant's
+    template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    without_effect: tuple[str, ...] = ()  # fields that are the run's and not the program's, with other values than none
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self) -> bytes:
         """Of the whole request: a retry has the same."""
-        return _digest(b"", self.body)
+        return digest(b"", self.body)
 
     def histories(self) -> list[bytes]:
         """Keys of its first messages, of its first two, and so on: a request follows up those of which the last is among its."""
         keys = [b""]
         for message in objects(self.body, "messages"):
-            keys.append(_digest(keys[-1], message))
+            keys.append(digest(keys[-1], message))
         return keys[1:]
 
 
@@ -87,12 +90,51 @@ def objects(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return value
 
 
-def refuse(body: Mapping[str, Any], names: Sequence[str]) -> None:
-    """What would change the answer and is not there to be had."""
-    for name in names:
-        if body.get(name):
-            raise MessageError(f"{name}: the policy's server has no such thing; leave it out")
+class Fields(NamedTuple):
+    """Which fields of a request a protocol knows. None and what is empty say nothing; any other is refused."""
+
+    taken: frozenset[str]
+    harmless: frozenset[str]  # they do not change the answer
+    of_run: frozenset[str]
+    neutral: Mapping[str, tuple[Any, ...]]  # values that say what holds anyway
+
+    def check(self, body: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those that are the run's.
+
+        Raises:
+            MessageError: a field that would change the answer, which the policy's server cannot give.
+        """
+        said = {name: value for name, value in body.items() if value is not None and value not in ([], {}, "")}
+        known = self.taken | self.harmless | self.of_run
+        for name, value in said.items():
+            if name not in known and value not in self.neutral.get(name, ()):
+                raise MessageError(f"{name}: the policy's server has no such thing; leave it out")
+        return tuple(sorted(said.keys() & self.of_run))
 
 
-def _digest(before: bytes, value: Any) -> bytes:
-    return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A JSON object; empty where it is not given."""
+    value = body.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise MessageError(f"{name} = {value!r:.100}: write an object")
+    return value
+
+
+def only(tools: Sequence[Mapping[str, Any]], name: Any) -> list[Mapping[str, Any]]:
+    """The tool of that name.
+
+    Raises:
+        MessageError: there is none.
+    """
+    found = [tool for tool in tools if (tool.get("function") or tool).get("name") == name]
+    if not found:
+        raise MessageError(f"tool_choice: tools has none of the name {name!r:.100}")
+    return found
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool | None:
+    """None where it is not given."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise MessageError(f"{name} = {value!r:.100}: write true or false")
+    return value

@@ -10,23 +10,31 @@ there for its own tokens. Leaves out HTTP (proxy.py) and where tokens come from 
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import inspect
-import json
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from megasync.episodes.messages import Fields, Message, MessageError, Tool, following, key, keys_of_histories, plain, plain_tools
+from megasync.episodes.messages import (
+    Fields,
+    Message,
+    MessageError,
+    Tool,
+    canonical,
+    following,
+    key,
+    keys_of_histories,
+    plain,
+    plain_tools,
+)
 from megasync.episodes.parse import Parsed
 from megasync.episodes.record import Answers
+from megasync.episodes.replies import before_stop, behind, call_id, message_of, tokens_shown
 from megasync.episodes.segments import Recorder, Sampler, Turn
 from megasync.episodes.template import Answer, Prompt
 from megasync.episodes.tokens import Tokens
+from megasync.episodes.tool_clock import call_tool
 
 
 class Renderer(Protocol):
@@ -37,6 +45,12 @@ class Renderer(Protocol):
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
     ) -> Prompt: ...
+
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
+    ) -> tuple[Prompt, list[int]]: ...
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Renderer: ...
 
     def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed: ...
 
@@ -54,12 +68,28 @@ class Completion:
 class Reply:
     """A message with what an HTTP answer says of it."""
 
-    message: Fields  # role, content, reasoning, tool_calls, finish_reason
+    message: Fields  # role, content, reasoning, tool_calls, invalid_tool_calls, finish_reason
     finish_reason: str  # stop | length | tool_calls
     num_prompt_tokens: int
     num_sampled_tokens: int
     continues: bool  # the prompt began with the tokens of a former one and its answer
     stopped_by: str = ""  # the text of `stop` before which the message ends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """What a turn goes on from. `given`: tokens of the model's own turn behind the prompt, which it continues, and their text."""
+
+    renderer: Renderer
+    prompt: Prompt
+    tools: list[Tool]
+    before: bytes  # the key of the history before the turn
+    given: list[int]
+    text: str = ""
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt.ids, *self.given]
 
 
 class Model:
@@ -68,6 +98,7 @@ class Model:
     def __init__(self, sampler: Sampler, renderer: Renderer, recorder: Recorder) -> None:
         self.sampler, self.renderer, self.recorder = sampler, renderer, recorder
         self.answers = Answers()
+        self._by_arguments: dict[bytes, Renderer] = {}
         self._by_history: dict[bytes, Answer] = {}
         self._by_message: dict[bytes, Answer] = {}
 
@@ -92,8 +123,7 @@ class Model:
         place, former = self.answers.next(what, asked)
         if former is not None:
             return former.value
-        is_async = inspect.iscoroutinefunction(tool)
-        value = await (tool(*arguments, **options) if is_async else asyncio.to_thread(tool, *arguments, **options))
+        value = await call_tool(tool, *arguments, **options)
         self.answers.keep(place, what, asked, value)
         return value
 
@@ -104,13 +134,22 @@ class Model:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Fields:
         """The model's message: `content`, `reasoning`, `tool_calls`, `finish_reason`, as keys and as attributes.
 
+        A call that cannot be read stays in the content, and is one of `invalid_tool_calls`: `id`, `text` and `error`, which
+        says why and is meant for the model, as the answer to that id.
+
+        continue_final_message: the last message is the begin of the model's, and what is given back is what comes after it.
+        chat_template_kwargs: variables of the chat template, in addition to the run's.
+
         Raises:
-            MessageError: a message that the chat template does not take.
+            MessageError: a message or a variable that the chat template does not take.
         """
-        return (await self.reply(messages, tools, max_tokens=max_tokens, stop=stop)).message
+        options: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "continue_final_message": continue_final_message}
+        return (await self.reply(messages, tools, chat_template_kwargs=chat_template_kwargs, **options)).message
 
     async def reply(
         self,
@@ -120,30 +159,68 @@ class Model:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         keeps_stop: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Reply:
         """`chat` with the counts of tokens. `keeps_stop`: whether the message has the text of `stop` that ended it."""
-        prompt, before, offered = self._prompt(messages, tools)
-        turn = await self._sample(prompt.ids, max_tokens, stop)
-        token_ids = turn.token_ids.tolist()
-        parsed = self.renderer.read(prompt.ids, token_ids, offered)
-        call_ids = tuple(_call_id(prompt.ids, token_ids, place) for place, _ in enumerate(parsed.calls))
-        shown, stopped_by = (parsed, "") if keeps_stop else _before_stop(parsed, stop)
-        message = _message(shown, call_ids, turn.finish_reason)
-        self._keep(before, message, Answer(prompt, token_ids, parsed, call_ids))
-        return Reply(message, message.finish_reason, len(prompt.ids), len(token_ids), prompt.continues, stopped_by)
+        asked = self._asked(messages, tools, continue_final_message, chat_template_kwargs)
+        prompt, ids = asked.prompt, asked.ids
+        turn = await self._sample(ids, max_tokens, stop)
+        token_ids = [*asked.given, *turn.token_ids.tolist()]
+        parsed = asked.renderer.read(prompt.ids, token_ids, asked.tools)
+        num_calls = len(parsed.calls) + len(parsed.broken)
+        call_ids = tuple(call_id(prompt.ids, token_ids, place) for place in range(num_calls))
+        new = behind(parsed, asked.renderer.read(prompt.ids, asked.given, ())) if asked.given else parsed
+        shown, stopped_by = (new, "") if keeps_stop else before_stop(new, stop)
+        message = message_of(shown, call_ids, turn.finish_reason)
+        whole = message | {"content": asked.text + message["content"]}
+        self._keep(asked.before, whole, Answer(prompt, token_ids, parsed, call_ids))
+        return Reply(message, message.finish_reason, len(ids), len(turn.token_ids), prompt.continues, stopped_by)
 
-    def num_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> int:
+    def num_prompt_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
         """How many tokens the prompt of `chat` would have."""
-        return len(self._prompt(messages, tools)[0].ids)
+        return len(self._asked(messages, tools, continue_final_message, chat_template_kwargs).ids)
 
-    def _prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[Prompt, bytes, list[Tool]]:
-        """With the history's key and the tools that were offered."""
+    def _asked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        continues: bool,
+        arguments: Mapping[str, Any] | None,
+    ) -> _Asked:
+        renderer = self._with_arguments(arguments) if arguments else self.renderer
         history, offered = _plain_messages(messages), plain_tools(tools)
         keys = keys_of_histories(history, offered)
         answers, former = self._known(history, keys)
-        return self.renderer.prompt(history, offered, answers, former), keys[-1], offered
+        if not continues:
+            return _Asked(renderer, renderer.prompt(history, offered, answers, former), offered, keys[-1], [])
+        last = history[-1]
+        if last["role"] != "assistant" or last.get("tool_calls"):
+            raise MessageError("the last message is to be continued: write one of the assistant's, without tool_calls")
+        place = len(history) - 1
+        if (answer := answers.get(place)) is None:
+            prompt, given = renderer.begin(history, offered, answers, former)
+        else:  # it was sampled: by its tokens
+            given = tokens_shown(renderer.tokens, answer, last["content"])
+            if former == place:
+                prompt = replace(answer.prompt, continues=len(given) == len(answer.token_ids))
+            else:
+                prompt = renderer.prompt(history[:-1], offered, *self._known(history[:-1], keys))
+        return _Asked(renderer, prompt, offered, keys[-2], given, last["content"])
+
+    def _with_arguments(self, arguments: Mapping[str, Any]) -> Renderer:
+        """Made once for the same arguments."""
+        name = canonical(dict(arguments))
+        if name not in self._by_arguments:
+            self._by_arguments[name] = self.renderer.with_arguments(arguments)
+        return self._by_arguments[name]
 
     async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str]) -> Turn:
         limit, stop = max_new_tokens, (stop,) if isinstance(stop, str) else stop
@@ -167,7 +244,7 @@ class Model:
                 answers[index] = answer
         return answers, former
 
-    def _keep(self, before: bytes, message: Fields, answer: Answer) -> None:
+    def _keep(self, before: bytes, message: Mapping[str, Any], answer: Answer) -> None:
         made = plain(message)
         self._by_history[following(before, made)] = answer
         self._by_message[key(made)] = answer
@@ -195,33 +272,3 @@ def token_ids_of(given: Any) -> list[int]:
     if wrong:
         raise ValueError(f"token ids have {wrong[0]!r:.80} among them: write whole numbers from 0 to the vocabulary's end")
     return ids
-
-
-def _call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> str:
-    """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
-    told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
-    return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
-
-
-def _before_stop(parsed: Parsed, stop: Sequence[str]) -> tuple[Parsed, str]:
-    """Up to the text that ended the content, or reasoning that is all there is; and that text, or "" where there is none."""
-    is_thought = not parsed.content and bool(parsed.reasoning)
-    text = parsed.reasoning if is_thought else parsed.content
-    place, found = min(((place, each) for each in stop if (place := text.find(each)) >= 0), default=(-1, ""))
-    if not found:
-        return parsed, ""
-    return replace(parsed, reasoning=text[:place]) if is_thought else replace(parsed, content=text[:place]), found
-
-
-def _message(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:
-    calls = [
-        Fields(id=call_id, type="function", function=Fields(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
-        for call_id, (name, arguments) in zip(call_ids, parsed.calls, strict=True)
-    ]
-    reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
-    made = Fields(role="assistant", content=parsed.content, finish_reason=reason)
-    if parsed.reasoning:
-        made["reasoning"] = parsed.reasoning
-    if calls:
-        made["tool_calls"] = calls
-    return made

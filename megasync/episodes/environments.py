@@ -11,13 +11,15 @@ was after a kill. Leaves out spaces: observations and actions are texts.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megasync.config.data_section import TURN_REWARDS
 from megasync.episodes.record import Answers, as_json
 from megasync.episodes.task import EpisodeLimitError, Result, Task
+from megasync.episodes.tool_clock import call_tool
 
 
 class CannotGoOnError(RuntimeError):
@@ -25,14 +27,17 @@ class CannotGoOnError(RuntimeError):
 
 
 async def play(environment: Any, task: Task, model: Any) -> Result:
-    """The sum of the rewards, up to the end that the environment gives or a limit of the run, which cuts it off."""
-    total, metrics, talk, is_cut_off = 0.0, dict[str, float](), _Talk(task, model), False
+    """The sum of the rewards, up to the end that the environment gives or a limit of the run, which cuts it off.
+
+    All sampled tokens of the episode get the advantage of that sum; the rewards of the turns are in `info`.
+    """
+    rewards, metrics, talk, is_cut_off = list[float](), dict[str, float](), _Talk(task, model), False
     kept = _Kept(environment, task, getattr(model, "answers", None) or Answers())
     try:
         await kept.begin(talk)
         while True:
             observation, reward, is_over, info = await kept.step(await talk.say())
-            total += reward
+            rewards.append(reward)
             metrics |= info
             if is_over:
                 break
@@ -41,11 +46,11 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
         is_cut_off = True
     else:
         if callable(of_whole := getattr(environment, "get_metrics", None)):  # skyrl-gym's
-            metrics |= _numbers(await _call(of_whole))
+            metrics |= _numbers(await call_tool(of_whole))
     finally:
         if callable(close := getattr(environment, "close", None)):
-            await _call(close)
-    return Result(total, metrics, is_cut_off=is_cut_off)
+            await call_tool(close)
+    return Result(math.fsum(rewards), metrics, {TURN_REWARDS: rewards}, is_cut_off)
 
 
 class _Kept:
@@ -88,7 +93,7 @@ class _Kept:
     async def _state(self) -> Any:
         if not self.has_state:
             return None
-        state, is_json = as_json(found := await _call(self.environment.state))
+        state, is_json = as_json(found := await call_tool(self.environment.state))
         if not is_json:
             raise TypeError(f"state() gave {found!r:.80}, a value that JSON has is expected, of 1 MB at most")
         return state
@@ -96,7 +101,7 @@ class _Kept:
     async def _catch_up(self) -> None:
         former, self.former = self.former, []
         if self.has_state and self.answers.state is not None:
-            await _call(self.environment.set_state, self.answers.state)
+            await call_tool(self.environment.set_state, self.answers.state)
             return
         for what, asked, value in former:
             if as_json(await self._do(what, asked))[0] != value:
@@ -104,11 +109,11 @@ class _Kept:
 
     async def _do(self, what: str, asked: Any) -> Any:
         if what == "init":
-            return list((await _call(self.environment.init, asked))[0])
+            return list((await call_tool(self.environment.init, asked))[0])
         if what == "step":
-            return _parts(await _call(self.environment.step, asked))
+            return _parts(await call_tool(self.environment.step, asked))
         options = {"seed": asked} if "seed" in inspect.signature(self.environment.reset).parameters else {}
-        found = await _call(self.environment.reset, **options)
+        found = await call_tool(self.environment.reset, **options)
         return found[0] if isinstance(found, tuple) else found
 
 
@@ -162,8 +167,3 @@ def _number(reward: Any) -> float:
     except (TypeError, ValueError) as error:
         raise TypeError(f"step gave the reward {reward!r:.80}, a number is expected") from error
 
-
-async def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*arguments, **options)
-    return await asyncio.to_thread(method, *arguments, **options)

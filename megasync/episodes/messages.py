@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ def plain(message: Mapping[str, Any]) -> Message:
     """
     if not isinstance(message, Mapping):
         raise MessageError(f"a message is of type {type(message).__name__}: write role and content")
+    if message.get("function_call"):
+        raise MessageError("a message has a function_call: write tool_calls")
     role = message.get("role")
     if role is None:
         raise MessageError(f"a message has no role: {dict(message)!r:.200}; write role: system, user, assistant or tool")
@@ -78,16 +81,42 @@ def text_of(content: Any) -> str:
     return text_of("".join(texts))
 
 
+def _double(text: str) -> int | float | str:
+    number = float(text) + 0.0  # -0.0 is 0.0
+    if not math.isfinite(number):
+        return text
+    return int(number) if number.is_integer() else number
+
+
+DOUBLES = json.JSONDecoder(parse_int=_double, parse_float=_double, parse_constant=str)
+SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
+
+
+def canonical(value: Any) -> bytes:
+    """Of a value that JSON has: the same for what a client makes of it on its way round.
+
+    A client may write 1 for 1.0 and 1e3 for 1000, keep numbers as doubles, and has other ways with -0.0, the order of keys,
+    escapes and halves of surrogate pairs.
+    """
+    text = SORTED.encode(DOUBLES.decode(json.dumps(value)))
+    return text.replace("\ufffd", "?").encode(errors="replace")
+
+
 def key(message: Message) -> bytes:
     """Of a plain message: the same for what a client makes of it on its way round. Leaves out reasoning and ids of calls."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    parts = [message["role"], message["content"].strip(), calls]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+    text = json.dumps([message["role"], message["content"].strip()])
+    return hashlib.blake2b(text.encode() + (canonical(calls) if calls else b""), digest_size=16).digest()
+
+
+def digest(before: bytes, value: Any) -> bytes:
+    """Of a value that JSON has, and of what came before it."""
+    return hashlib.blake2b(before + canonical(value), digest_size=16).digest()
 
 
 def keys_of_histories(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
     """The i-th stands for the first i messages with these tools."""
-    made = [hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16).digest()]
+    made = [digest(b"", list(tools))]
     for message in messages:
         made.append(following(made[-1], message))
     return made
@@ -125,7 +154,7 @@ def _call(call: Mapping[str, Any]) -> Message:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # else as the model wrote it
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, strict=False) or {}
     made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **made} if call.get("id") else made
 

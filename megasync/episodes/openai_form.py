@@ -11,32 +11,54 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.episodes.asking import MOST_SAMPLES, Asked, number, objects, refuse, texts
+from megasync.episodes.asking import DRAWN, MOST_SAMPLES, Asked, Fields, flag, mapping, number, objects, only, texts
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import MessageError
 
-NOT_THERE = ("logprobs", "top_logprobs", "logit_bias", "audio", "functions", "prediction")
+FIELDS = Fields(
+    taken=frozenset(
+        {"model", "messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stop", "n", "stream"}
+        | {"stream_options", "response_format", "reasoning_effort"}
+        | {"chat_template_kwargs", "continue_final_message", "add_generation_prompt"}
+    ),
+    harmless=frozenset(
+        {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+        | {"prompt_cache_options", "priority", "request_id", "cache_salt"}
+    ),
+    of_run=DRAWN,
+    neutral={
+        "logprobs": (False,), "top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "verbosity": ("medium",),
+        "repetition_penalty": (1,), "parallel_tool_calls": (True,), "modalities": (["text"],), "function_call": ("none",),
+        "echo": (False,), "min_tokens": (0,), "ignore_eos": (False,), "include_reasoning": (True,),
+    },
+)  # fmt: skip
+
+
+BEGINS = ("prefix", "partial")  # by which protocols like this one say, in a last message, that the model is to continue it
 
 
 class OpenAIForm:
     """Stateless."""
 
     def read(self, body: Mapping[str, Any]) -> Asked:
-        refuse(body, NOT_THERE)
-        response_format = body.get("response_format") or {"type": "text"}
-        if not isinstance(response_format, Mapping) or response_format.get("type") != "text":
+        of_run = FIELDS.check(body)
+        if mapping(body, "response_format").get("type", "text") != "text":
             raise MessageError("response_format: the policy writes text; leave it out, and read the text")
-        options = body.get("stream_options") or {}
+        tools, is_forced = _tools(body)
         limit = number(body, "max_completion_tokens") or number(body, "max_tokens")
+        effort = {"reasoning_effort": body["reasoning_effort"]} if body.get("reasoning_effort") else {}
         return Asked(
             messages=objects(body, "messages"),
-            tools=objects(body, "tools") if body.get("tool_choice") != "none" else (),
+            tools=tools,
             max_tokens=limit,
             stop=texts(body, "stop"),
             num_samples=number(body, "n", most=MOST_SAMPLES) or 1,
             stream=bool(body.get("stream")),
             model=str(body.get("model") or "policy"),
-            with_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            with_usage=bool(mapping(body, "stream_options").get("include_usage")),
+            continues=_continues(body),
+            template={**effort, **mapping(body, "chat_template_kwargs")},
+            without_effect=(*of_run, "tool_choice") if is_forced else of_run,
             body=body,
         )
 
@@ -60,6 +82,34 @@ class OpenAIForm:
         return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
+def _continues(body: Mapping[str, Any]) -> bool:
+    """As vLLM's server takes it."""
+    continues, begins = flag(body, "continue_final_message"), flag(body, "add_generation_prompt")
+    if continues and begins:
+        raise MessageError("continue_final_message and add_generation_prompt: write one of them as true")
+    if begins is False and not continues:
+        raise MessageError("add_generation_prompt = False: goes with continue_final_message = true alone")
+    last = objects(body, "messages")[-1:]
+    return bool(continues) or any(message.get(name) is True for message in last for name in BEGINS)
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """Those that the policy may call, and whether the program wants it to call one."""
+    tools = objects(body, "tools")
+    choice = body.get("tool_choice") or "auto"
+    if choice in ("auto", "none", "required"):
+        return () if choice == "none" else tools, choice == "required"
+    choice = mapping(body, "tool_choice")
+    kind = choice.get("type")
+    if kind == "function":
+        return only(tools, mapping(choice, "function").get("name")), True
+    if kind == "allowed_tools":
+        allowed = mapping(choice, "allowed_tools")
+        names = [mapping(tool, "function").get("name") for tool in objects(allowed, "tools")]
+        return [tool for name in names for tool in only(tools, name)], allowed.get("mode") == "required"
+    raise MessageError(f"tool_choice = {choice!r:.100}: write auto, none, required or a function's name")
+
+
 def _head(asked: Asked, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": asked.model}
 
@@ -74,6 +124,7 @@ def _streamed(index: int, reply: Reply) -> list[dict[str, Any]]:
     message = _message(reply)
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{name: message[name]} for name in ("reasoning", "content") if message.get(name)]
+    deltas += [{name: message[name]} for name in ("invalid_tool_calls",) if message.get(name)]
     deltas += [{"tool_calls": [{"index": place, **call}]} for place, call in enumerate(message.get("tool_calls", ()))]
     reasons = [*[None] * len(deltas), reply.finish_reason]
     return [

@@ -1,9 +1,10 @@
 """The processes that episodes run in, as the trainer holds them: who runs where, limits on time, and who is to blame for an end.
 
 Hundreds run side by side in a process. The time of an episode counts while it does not wait for the model; where another one
-holds the process up meanwhile, it gets that time back. One that does not end at its limit is ended with its process, and those
-beside it begin anew elsewhere: what they had sampled is kept and answers their turns again, as long as they ask the same. Used
-in one event loop, but for `close`. Leaves out what a failure means for the run, and how a turn is sampled (rollouts/).
+holds the process up meanwhile, it gets that time back. One that does not end at its limit is ended with its process. Where a
+process dies, those in it are suspects: they begin again in new processes, in smaller sets, and fail only where they were alone
+(rewards/suspects.py). What they had sampled is kept and answers their turns again, as long as they ask the same. Used in one
+event loop, but for `close`. Leaves out what a failure means for the run, and how a turn is sampled (rollouts/).
 
     ended = await pool.run(task, ask)        # ask: the tokens of a turn
 """
@@ -11,7 +12,9 @@ in one event loop, but for `close`. Leaves out what a failure means for the run,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import re
 import sys
 import time
 from collections import deque
@@ -25,16 +28,19 @@ from megasync.episodes.remote import EpisodeProcess, Places, RemoteProcess
 from megasync.episodes.running import MOST_LATE, AskFunction, ProcessState, Running
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
-from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Held, Settings, Told
+from megasync.rewards.suspects import divide, hand_out
 from megasync.rewards.wire import Failure, Ready
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # for a process to import the episode and the tokenizer
-GRACE_SECONDS = 1.0  # from an episode's cancellation to its end; its process is killed where it does not come
-HELD_SECONDS = 0.2  # a step that takes longer holds the process up
+GRACE_SECONDS = 1.5  # from an episode's cancellation to its end; its process is killed where it does not come
+HELD_SECONDS = 1.0  # a process that shows no step for longer is held up; more than program.TICK_SECONDS and less than the grace
 MOST_LOST = 5  # starts of processes on nodes that are gone then, one after another
-MOST_DEATHS = 3  # of processes that an episode was in, nobody being to blame
+MOST_LOST_ALONE = 3  # processes that an episode was alone in, each lost with its actor
+# Limits of the process that others may have used up: tried again alone.
+SHARED = re.compile(r"raised (MemoryError|OSError: \[Errno (12|24)\]|RuntimeError: can't start new thread)")
 LIMIT_KEY = "rollout.episode_timeout_seconds"
 CLOSED = "the processes of episodes have been closed"
 
@@ -55,6 +61,7 @@ class EpisodePool:
         limits = own.episode_memory_bytes, own.episode_open_files
         self.settings = Settings(config.model.path, config.data, *limits, own.episode_concurrency)
         self.waiting: deque[Running] = deque()
+        self.suspects: deque[list[Running]] = deque()  # sets that wait for a process of their own
         self.processes: dict[Process, ProcessState] = {}
         self.places = Places(config.rollout)
         self.most_processes, self.is_closed, self._number, self._num_lost = sys.maxsize, False, 0, 0
@@ -76,7 +83,10 @@ class EpisodePool:
         running = Running(self._number, task, ask, ended, limit, history=history or History())
         running.former, running.of_checkpoint = dict(running.history.turns), frozenset(running.history.turns)
         self._number += 1
-        self.waiting.append(running)
+        if running.history.is_deadly:
+            self.suspects.append([running])
+        else:
+            self.waiting.append(running)
         self._dispatch()
         try:
             return await running.ended
@@ -89,6 +99,8 @@ class EpisodePool:
         running.begin_anew()
         if running in self.waiting:
             self.waiting.remove(running)
+        rest = [[one for one in each if one is not running] for each in self.suspects]
+        self.suspects = deque(filter(None, rest))
         for process, state in self.processes.items():
             if running.number in state.episodes:
                 self._cancel(process, state, running)
@@ -99,24 +111,35 @@ class EpisodePool:
         """To the processes with the fewest; more are started while all have some."""
         if self.is_closed:
             self._refuse(CLOSED)
+        hand_out(self.suspects, self.processes, self._begin_apart, self._start_another)
         usable = [(process, state) for process, state in self.processes.items() if state.is_usable]
         while self.waiting:
             process, state = min(usable, key=lambda each: len(each[1].episodes), default=(None, None))
-            while (state is None or state.episodes) and (node := self._place()) is not None:
-                self._start(node)
+            while (state is None or state.episodes) and self._start_another():
+                pass
             if process is None or state is None or len(state.episodes) >= self.rollout.episode_concurrency:
                 return
-            running = self.waiting.popleft()
-            running.left_seconds = running.limit_seconds
-            state.episodes[running.number] = running
-            process.send(Begin(running.number, running.task, dict(running.history.answers), running.history.state))
-            self._start_clock(process, state, running)
+            self._begin(process, state, self.waiting.popleft())
 
-    def _place(self) -> str | None:
-        """Where another process may be started; None: nowhere, or none is needed."""
+    def _begin_apart(self, process: Process, suspects: list[Running]) -> None:
+        for running in suspects:
+            self._begin(process, self.processes[process], running, is_apart=True)
+
+    def _begin(self, process: Process, state: ProcessState, running: Running, *, is_apart: bool = False) -> None:
+        running.left_seconds = running.limit_seconds
+        state.episodes[running.number] = running
+        state.num_begun, state.is_apart = state.num_begun + 1, is_apart
+        process.send(Begin(running.number, running.task, dict(running.history.answers), running.history.state))
+        self._start_clock(process, state, running)
+
+    def _start_another(self) -> bool:
+        """Where there is room for a process, and one is needed."""
         starting = sum(not state.is_ready for state in self.processes.values())
-        may_start = len(self.processes) < self.most_processes and starting < len(self.waiting)
-        return self.places.room(self.processes) if may_start else None
+        is_needed = starting < len(self.waiting) + len(self.suspects)
+        if not is_needed or len(self.processes) >= self.most_processes or (node := self.places.room(self.processes)) is None:
+            return False
+        self._start(node)
+        return True
 
     def _start(self, node: str) -> None:
         try:
@@ -142,10 +165,11 @@ class EpisodePool:
             self._refuse(problem)
 
     def _refuse(self, why: str) -> None:
-        for running in self.waiting:
+        for running in itertools.chain(self.waiting, *self.suspects):
             if not running.ended.done():
                 running.ended.set_exception(EpisodeError(why))
         self.waiting.clear()
+        self.suspects.clear()
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -157,29 +181,44 @@ class EpisodePool:
     def _run_out(self, process: Process, state: ProcessState, running: Running) -> None:
         """Of time; but what another one holds up is not late."""
         running.stop()
-        begin, noted = process.begun()
-        held = time.monotonic() - max(begin, running.since)
-        if noted and noted - 1 != running.number and noted - 1 in state.episodes and held > HELD_SECONDS:
+        held, holder = self._held(process, since=running.since)
+        if held > HELD_SECONDS and holder != running.number:
             running.left_seconds = held
             self._start_clock(process, state, running)
+            if held > running.limit_seconds / 2:
+                self._end(process, f"took longer than {LIMIT_KEY} = {running.limit_seconds:g}, and held its process up")
             return
         running.is_late = True
         self._cancel(process, state, running)
+
+    def _give_back(self, process: Process, state: ProcessState, held: Held) -> None:
+        """To those that an episode has held up."""
+        for other in [one for one in state.episodes.values() if one.timer is not None and one.number != held.number]:
+            seconds = min(held.seconds, time.monotonic() - other.since)
+            other.stop()
+            other.left_seconds += seconds
+            self._start_clock(process, state, other)
+
+    def _held(self, process: Process, since: float = 0.0) -> tuple[float, int]:
+        """For how long the process has shown no step, and the number of the episode whose step it is in; -1: of none."""
+        begin, noted = process.begun()
+        return time.monotonic() - max(begin, since), noted - 1
 
     def _cancel(self, process: Process, state: ProcessState, running: Running) -> None:
         process.send(Cancel(running.number))
         process.loop.call_later(GRACE_SECONDS, self._kill_with, process, state, running)
 
     def _kill_with(self, process: Process, state: ProcessState, running: Running) -> None:
-        if state.episodes.get(running.number) is running and process in self.processes and state.late is None:
-            begin, noted = process.begun()
-            other = state.episodes.get(noted - 1)
-            held = time.monotonic() - begin
-            if other is not None and other is not running and held > HELD_SECONDS and not other.is_late:
-                process.loop.call_later(held, self._kill_with, process, state, running)  # until that one is late itself
-                return
-            state.late = running
-            self._end(process, "did not end when it was cancelled")
+        """The process of an episode that should have ended. Where nobody holds it up, that one is known to be the cause."""
+        if state.episodes.get(running.number) is not running or process not in self.processes or state.ended_by_us:
+            return
+        held, holder = self._held(process)
+        other = state.episodes.get(holder)
+        if held > HELD_SECONDS and holder != running.number and held < running.limit_seconds and not (other and other.is_late):
+            process.loop.call_later(held, self._kill_with, process, state, running)  # until that one is late itself
+            return
+        state.late = running if held <= HELD_SECONDS else None
+        self._end(process, "did not end when it was cancelled")
 
     def _end(self, process: Process, why: str) -> None:
         state = self.processes[process]
@@ -211,14 +250,25 @@ class EpisodePool:
                 self._start_clock(process, state, running)
         elif isinstance(message, Answered):
             running.history.keep_answer(message.place, message.answer, message.state, is_other=message.is_other)
+        elif isinstance(message, Held):
+            self._give_back(process, state, message)
         elif isinstance(message, Anew):
             running.former, running.turns = {}, {}
             running.history.forget()
         elif isinstance(message, Ended):
+            self._on_ended(process, state, running, message)
+
+    def _on_ended(self, process: Process, state: ProcessState, running: Running, message: Ended) -> None:
+        what = message.failure.what if message.failure is not None else ""
+        if SHARED.match(what) and state.num_begun > 1 and not running.is_late and not running.ended.done():
+            del state.episodes[running.number]
+            running.begin_anew()
+            self.suspects.append([running])
+        else:
             self._finish(state, running, message)
-            if state.num_late >= MOST_LATE and not state.episodes:
-                self._end(process, "had too many episodes that were late")
-            self._dispatch()
+        if state.num_late >= MOST_LATE and not state.episodes:
+            self._end(process, "had too many episodes that were late")
+        self._dispatch()
 
     async def _answer(self, process: Process, state: ProcessState, running: Running, asked: Ask) -> None:
         """From what it had sampled before its process died, where it asks the same, else anew."""
@@ -260,31 +310,44 @@ class EpisodePool:
             details = message.failure.details if message.failure is not None else ""
             message = Ended(running.number, failure=Failure(late, details))
         if not running.ended.done():
-            message = message._replace(own_seconds=running.limit_seconds - running.left_seconds)
+            own = running.limit_seconds - running.left_seconds
+            tool = own if message.tool_seconds is None else message.tool_seconds
+            message = message._replace(own_seconds=own, tool_seconds=tool)
             running.ended.set_result((message, [running.turns[number] for number in message.kept]))
 
     def on_end(self, process: Any, how: str, stack: str) -> None:
         """Of a process."""
         state = self.processes.pop(process)
         state.timer.cancel()
-        why, left = state.ended_by_us or how, list(state.episodes.values())
-        sole = left[0] if len(left) == 1 and not process.is_lost else None
-        blamed = state.late or state.episodes.get(process.begun()[1] - 1) or sole
+        why, left = state.ended_by_us or how, [one for one in state.episodes.values() if not one.ended.done()]
+        guilty = state.late if state.late in left else self._alone(process, state, left)
         if process.is_lost:
             self.places.look_again()
         if not state.is_ready:
             self._note_failed_start(f"{why}\n{stack}".strip(), is_lost=process.is_lost)
-        for running in reversed(left):
-            running.num_deaths += 1
-            if running is blamed or running.num_deaths >= MOST_DEATHS:
-                failure = Failure(why, stack if running is blamed else "")
-                self._finish(state, running, Ended(running.number, failure=failure))
-            elif not running.ended.done():
-                running.begin_anew()
-                self.waiting.appendleft(running)
-        if len(left) > 1 or process.is_lost:
-            logger.warning("a process of episodes %s; %d that were in it begin anew", why, len(left) - (blamed is not None))
+        others = [one for one in left if one is not guilty]
+        if others and not state.is_apart:
+            logger.warning("a process of episodes %s; %d that were in it start again, in smaller sets", why, len(others))
+        likely = [state.episodes[number] for number in (process.begun()[1] - 1,) if number in state.episodes]
+        if guilty is not None:
+            guilty.history.is_deadly = True
+            self._finish(state, guilty, Ended(guilty.number, failure=Failure(why, stack)))
+        for running in others:
+            running.begin_anew()
+        if guilty is None:
+            self.suspects.extendleft(reversed(divide(others, likely)))
+        elif state.is_apart and others:  # suspects of an earlier end
+            self.suspects.appendleft(others)
+        else:
+            self.waiting.extendleft(reversed(others))
         self._dispatch()
+
+    def _alone(self, process: Process, state: ProcessState, left: list[Running]) -> Running | None:
+        """Whom nobody else can have ended the process for; one that is lost may be so through its node."""
+        if state.num_begun != 1 or not left:
+            return None
+        left[0].num_lost += process.is_lost
+        return left[0] if not process.is_lost or left[0].num_lost >= MOST_LOST_ALONE else None
 
     def close(self) -> None:
         """End all processes. From any thread, more than once."""

@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import pickle
 import resource
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megasync.data.prompts import Prompts
-from megasync.episodes.chat import Model
+from megasync.episodes.chat import Completion, Model, Reply
 from megasync.episodes.children import CURRENT, Children, limit_output
 from megasync.episodes.environments import CannotGoOnError
 from megasync.episodes.messages import MessageError
@@ -35,14 +34,17 @@ from megasync.episodes.resolve import Episode, resolve_episode
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.task import EpisodeLimitError, Result
 from megasync.episodes.tokens import Tokens
-from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Settings, Told
+from megasync.episodes.tool_clock import ASKING, CLOCK, ToolClock
+from megasync.episodes.wire import Anew, Answered, Ask, Begin, Cancel, Drop, Ended, Held, Settings, Told
 from megasync.hf.folder import read_json_object
-from megasync.rewards.program import BadValueError, begin, failure_of, text_of
-from megasync.rewards.wire import BEGUN, LENGTH, Failure, Ready, Setup, pack
+from megasync.rewards.program import BadValueError, Steps, begin, failure_of, note, noted, text_of
+from megasync.rewards.wire import LENGTH, Failure, Ready, Setup, pack
 
 MOST_PRINTED_BYTES = 16 << 10
 STACK_BYTES = 2 << 20  # of a thread; the system's 8 MiB, times hundreds, would be most of a limit on memory
 MOST_INFO_CHARACTERS = 100_000
+STEP_SECONDS = 0.1  # a step that takes longer is told
+TICK_SECONDS = 0.25  # a note at least so often, while nothing holds the process up
 
 
 def main(fields: list[Any]) -> None:
@@ -88,7 +90,7 @@ class PlainRenderer:
     def _refuse(self, *_: Any) -> Any:
         raise MessageError("the tokenizer has no chat template: use model.complete, or take a model with one")
 
-    prompt = read = _refuse
+    prompt = begin = with_arguments = read = _refuse
 
 
 class EpisodeModel(Model):
@@ -97,12 +99,20 @@ class EpisodeModel(Model):
     def __init__(self, program: Program, given: Begin, recorder: Recorder) -> None:
         asker = Asker(program, given.number)
         super().__init__(asker, program.renderer, recorder)
-        self._program = program
+        self._program, self._clock = program, CLOCK.get()
 
         def send(place: int, answer: EnvironmentAnswer, state: Any, is_other: bool) -> None:
             program.send(Answered(given.number, place, answer, state, is_other))
 
         self.answers = Answers(given.answers, given.state, lambda: asker.num_turns, send)
+
+    async def complete(self, ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
+        with self._clock.during(ASKING):
+            return await super().complete(ids, max_new_tokens=max_new_tokens, stop=stop)
+
+    async def reply(self, *arguments: Any, **options: Any) -> Reply:
+        with self._clock.during(ASKING):
+            return await super().reply(*arguments, **options)
 
     @property
     def has_template(self) -> bool:
@@ -178,6 +188,7 @@ class Program:
             await self.writer.drain()
             return
         self.send(Ready())
+        self._tick()
         while (message := await self._read()) is not None:
             if isinstance(message, Begin):
                 self.tasks[message.number] = asyncio.get_running_loop().create_task(self._episode(message))
@@ -189,7 +200,7 @@ class Program:
                     answer.set_result(message)
 
     def _set_up(self, settings: Settings) -> None:
-        prompts = Prompts(settings.model_path, settings.data)
+        prompts = Prompts(settings.model_path, settings.data, has_turns=True)
         tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
         threading.stack_size(STACK_BYTES)
         threads = ThreadPoolExecutor(settings.concurrency, "episode")  # asyncio's own are a few more than there are cores
@@ -202,6 +213,20 @@ class Program:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the system's for a process at its start is often 1024
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(settings.open_files, most),) * 2)
 
+    def _tick(self) -> None:
+        note(self.notes, 0)
+        asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    @contextlib.contextmanager
+    def _step(self, number: int) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            with noted(self.notes, number + 1), self.children.of(number):
+                yield
+        finally:
+            if (seconds := time.monotonic() - begin) > STEP_SECONDS:
+                self.send(Held(number, seconds))
+
     def send(self, message: tuple[Any, ...]) -> None:
         self.writer.write(pack(message))
 
@@ -212,16 +237,20 @@ class Program:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
+    def _play(self, given: Begin, kept: Kept) -> Awaitable[Any]:
+        return Steps(self.play(given.task, EpisodeModel(self, given, kept)), lambda: self._step(given.number))
+
     async def _episode(self, given: Begin) -> None:
         CURRENT.set(given.number)
+        CLOCK.set(clock := ToolClock())
         kept = Kept()
         try:
             try:
-                value = await _Steps(self.play(given.task, EpisodeModel(self, given, kept)), given.number, self)
+                value = await self._play(given, kept)
             except CannotGoOnError:
                 self.send(Anew(given.number))
                 kept, given = Kept(), Begin(given.number, given.task)
-                value = await _Steps(self.play(given.task, EpisodeModel(self, given, kept)), given.number, self)
+                value = await self._play(given, kept)
             is_cut_off = isinstance(value, Result) and value.is_cut_off
             ended = Ended(given.number, tuple(kept.numbers), *_result(value), is_cut_off=is_cut_off)
         except EpisodeLimitError as error:
@@ -233,32 +262,7 @@ class Program:
         self.children.end(given.number)
         if not self.tasks:
             self.children.end_all()
-        self.send(ended)
-
-
-class _Steps:
-    """Awaits a coroutine with a note about each of its steps."""
-
-    def __init__(self, coroutine: Any, number: int, program: Program) -> None:
-        self.coroutine, self.number, self.program = coroutine, number, program
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        send, throw = self.coroutine.send, self.coroutine.throw
-        step, value = send, None
-        notes, children = self.program.notes, self.program.children
-        while True:
-            os.pwrite(notes, BEGUN.pack(time.monotonic(), self.number + 1), 0)
-            try:
-                with children.of(self.number):
-                    waits_for = step(value)
-            except StopIteration as end:
-                return end.value
-            finally:
-                os.pwrite(notes, BEGUN.pack(time.monotonic(), 0), 0)
-            try:
-                value, step = (yield waits_for), send
-            except BaseException as error:  # noqa: BLE001 # handed on
-                value, step = error, throw
+        self.send(ended._replace(tool_seconds=clock.seconds))
 
 
 def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:

@@ -33,6 +33,7 @@ MOST_BODY_BYTES = 64 << 20
 OPENAI, ANTHROPIC = OpenAIForm(), AnthropicForm()
 ROUTES: dict[str, Form] = {"/v1/chat/completions": OPENAI, "/v1/messages": ANTHROPIC}
 RETRY_HEADER = "x-stainless-retry-count"  # of both official clients
+WITHOUT_EFFECT = "x-megasync-without-effect"  # names fields of the request that are the run's and not the program's
 NO_RETRY = {"x-should-retry": "false"}  # which they read
 
 
@@ -166,7 +167,8 @@ class Proxy:
             return _error(ANTHROPIC, 401, "no episode has this key, or it has ended")
         try:
             asked = ANTHROPIC.read(await _body(request))
-            return web.json_response({"input_tokens": episode.model.num_prompt_tokens(asked.messages, asked.tools)})
+            options: dict[str, Any] = {"continue_final_message": asked.continues, "chat_template_kwargs": asked.template}
+            return web.json_response({"input_tokens": episode.model.num_prompt_tokens(asked.messages, asked.tools, **options)})
         except MessageError as error:
             return _error(ANTHROPIC, 400, str(error))
 
@@ -201,6 +203,7 @@ def _is_retry(call: _Call, retry: str | None) -> bool:
 async def _sample(model: Model, asked: Asked) -> list[Reply]:
     """Where one sample fails, those that are not done yet are cancelled."""
     options: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop, "keeps_stop": False}
+    options |= {"continue_final_message": asked.continues, "chat_template_kwargs": asked.template}
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(model.reply(asked.messages, asked.tools, **options)) for _ in range(asked.num_samples)]
@@ -230,15 +233,20 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     return body
 
 
+def _headers(asked: Asked) -> dict[str, str]:
+    return {WITHOUT_EFFECT: ", ".join(asked.without_effect)} if asked.without_effect else {}
+
+
 async def _whole(request: web.Request, form: Form, asked: Asked, replies: list[Reply]) -> web.StreamResponse:
-    response = web.json_response(form.whole(asked, replies))
+    response = web.json_response(form.whole(asked, replies), headers=_headers(asked))
     await response.prepare(request)
     await response.write_eof()
     return response
 
 
 async def _streamed(request: web.Request, form: Form, asked: Asked, replies: list[Reply]) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_headers(asked)}
+    response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     for event in form.events(asked, replies):
         await response.write(event.encode())

@@ -63,6 +63,7 @@ class History:
     answers: dict[int, EnvironmentAnswer] = field(default_factory=dict)  # by place
     state: Any = None  # of the environment after all of `answers`, as JSON has it
     resumed: set[int] = field(default_factory=set)  # turns of a checkpoint that answered again
+    is_deadly: bool = False  # it, or an attempt before it, ended its process: it is played alone
     is_anew: bool = False  # what was asked or answered after a resume was not the same: sampled anew from there on
 
     def forget(self) -> None:

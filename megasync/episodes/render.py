@@ -9,15 +9,14 @@ prompt; where it gives none the conversation is rendered anew, with marks (token
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from megasync.episodes.chat import Renderer
 from megasync.episodes.messages import Message, MessageError, Tool
-from megasync.episodes.parse import Parsed, parse
-from megasync.episodes.template import Answer, Prompt, TemplateRenderer, of_template, parts
+from megasync.episodes.parse import Parsed
+from megasync.episodes.template import Answer, Prompt, TemplateRenderer, of_template, parts, read_answer
 from megasync.episodes.tokens import Tokens, mark
 
 # By model_type of config.json. Which of them it is, if any, is found out by rendering.
@@ -59,16 +58,17 @@ CONVERSATIONS: tuple[tuple[list[Message], list[Tool]], ...] = (
 
 
 class FamilyRenderer:
-    """`name`: one of the package's. `arguments`: the template's variables.
+    """`name`: one of the package's. `arguments`: the template's variables. `model_type`: as renderer_of's.
 
     Raises:
         ValueError: the package knows no such name or argument, or the tokenizer lacks the family's tokens.
     """
 
-    def __init__(self, tokens: Tokens, name: str, arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokens: Tokens, name: str, arguments: Mapping[str, Any] | None = None, model_type: str = "") -> None:
         import renderers
 
-        self.tokens, self.name = tokens, name
+        self.tokens, self.name, self.model_type = tokens, name, model_type
+        self.template = TemplateRenderer(tokens, arguments)
         self._tokenizer = _Marked(tokens)
         config = renderers.merge_chat_template_kwargs(renderers.config_from_name(name), arguments)
         made = getattr(renderers, type(config).__name__.removesuffix("Config"))  # create_renderer imports all families: seconds
@@ -81,6 +81,7 @@ class FamilyRenderer:
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
     ) -> Prompt:
         """As TemplateRenderer's."""
+        self.template.format_of_calls(tools)
         named = _with_names(messages)
         if former is not None:
             answer = answers[former]
@@ -103,21 +104,19 @@ class FamilyRenderer:
             self._tokenizer.known = {}
         return list(ids)
 
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
+    ) -> tuple[Prompt, list[int]]:
+        """As TemplateRenderer's, and by it: the package begins no turn of the assistant's."""
+        return self.template.begin(messages, tools, answers)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> Renderer:
+        """As TemplateRenderer's."""
+        return renderer_of(self.tokens, self.model_type, self.template.with_arguments(arguments).arguments)
+
     def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:
-        """A call that cannot be read stays in the content."""
-        found = self._renderer.parse_response(list(token_ids), tools=_functions(tools), prompt_ids=list(prompt_ids))
-        reasoning = (found.reasoning_content or "").strip()
-        calls, broken = [], []
-        for call in found.tool_calls:
-            arguments = _object(call.arguments)
-            if call.status == "ok" and call.name and arguments is not None:
-                calls.append((call.name, arguments))
-            else:
-                broken.append(call.raw)
-        if not tools and (calls or broken):  # nobody offered a tool: it is text
-            text = self.tokens.decode(self.tokens.without_stop(token_ids))
-            return parse(text, "hermes", thinking=bool(reasoning) and not text.lstrip().startswith("<think>"))
-        return Parsed("\n".join(filter(None, [found.content, *broken])), reasoning, tuple(calls))
+        """By our own reader: the package's takes a call's `parameters` for none, and the last of two values of one key."""
+        return read_answer(self.tokens, self.template.format_of_calls(tools), prompt_ids, token_ids, tools)
 
     def _marked(self, index: int, message: Message, answer: Answer | None, known: dict[str, list[int]]) -> Message:
         if answer is None:
@@ -163,15 +162,6 @@ def _with_names(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
-def _object(arguments: Any) -> dict[str, Any] | None:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    return arguments if isinstance(arguments, dict) else None
-
-
 def renderer_of(tokens: Tokens, model_type: str, arguments: Mapping[str, Any] | None = None) -> Renderer:
     """`model_type` of the folder's config.json; `arguments`: variables of the chat template.
 
@@ -181,7 +171,7 @@ def renderer_of(tokens: Tokens, model_type: str, arguments: Mapping[str, Any] | 
     template = TemplateRenderer(tokens, arguments)
     for name in NAMES.get(model_type, ()) if find_spec("renderers") else ():
         try:
-            family = FamilyRenderer(tokens, name, arguments)
+            family = FamilyRenderer(tokens, name, arguments, model_type)
         except ValueError:  # of another model of that type
             continue
         if _writes_the_same(family, template):

@@ -34,7 +34,7 @@ class Running:
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
     is_late: bool = False
-    num_deaths: int = 0
+    num_lost: int = 0  # processes that it was alone in, lost with their actors
     asking: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     turns: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # prompt and what was sampled
     former: dict[int, tuple[Any, Turn]] = field(default_factory=dict)  # of a process that died, or of a checkpoint
@@ -64,8 +64,14 @@ class ProcessState:
     ended_by_us: str = ""
     late: Running | None = None  # what it is ended for
     num_late: int = 0
+    num_begun: int = 0  # episodes in it, all its life
+    is_apart: bool = False  # those in it are suspects (rewards/suspects.py): no others join them
     episodes: dict[int, Running] = field(default_factory=dict)
 
     @property
+    def is_empty(self) -> bool:
+        return not self.episodes
+
+    @property
     def is_usable(self) -> bool:
-        return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE
+        return self.is_ready and not self.ended_by_us and self.num_late < MOST_LATE and not (self.is_apart and self.episodes)

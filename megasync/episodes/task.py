@@ -54,7 +54,7 @@ class Played:
     finish_reason: str = "stop"  # length: its last turn was cut off, or a limit ended it
     num_turns: int = 0
     seconds: float = 0.0  # from its begin to its end
-    tool_seconds: float = 0.0  # of these, that it did not wait for the model
+    tool_seconds: float = 0.0  # of these, in its own code and its tools (tool_clock.py)
     num_failures: int = 0  # attempts that failed
     is_dropped: bool = False  # it failed, and has no part in its group
     num_prompt: int = 0  # tokens of all turns' prompts

@@ -16,12 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megasync.data.template import PROBE, ChatTemplate, check_template
+from megasync.episodes.calls.formats import FORMATS, Format
+from megasync.episodes.calls.reading import read_calls
 from megasync.episodes.messages import Message, MessageError, Tool
 from megasync.episodes.parse import END_THINK, THINK, Parsed, format_of, parse
 from megasync.episodes.tokens import MARK, Tokens, mark
 
 THINK_TOKENS = 12  # in which the tag and white space after it are
-PROBE = "probe0c4f"
+OWN_VARIABLES = {"tools", "documents"}
 PROBE_TOOL: Tool = {
     "type": "function",
     "function": {"name": PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
@@ -67,11 +70,10 @@ class TemplateRenderer:
     """
 
     def __init__(self, tokens: Tokens, arguments: Mapping[str, Any] | None = None) -> None:
-        self.tokens, self.arguments = tokens, dict(arguments or {})
-        self._template: str = tokens.tokenizer.get_chat_template() if tokens.tokenizer.chat_template else ""
-        if not self._template:
+        self.tokens, template = tokens, tokens.tokenizer.get_chat_template() if tokens.tokenizer.chat_template else ""
+        if not template:
             raise ValueError("the tokenizer has no chat template: give the model's folder one, or take a model with one")
-        self.format = format_of(self._template)
+        self.arguments, self._written = dict(arguments or {}), ChatTemplate(tokens.tokenizer, arguments or {})
         user, content = {"role": "user", "content": PROBE}, mark(1, "content")
         asked = self._apply([user], [], generate=False)
         self._generation = self._apply([user], [], generate=True).removeprefix(asked)
@@ -80,11 +82,10 @@ class TemplateRenderer:
             raise ValueError("the chat template does not write an assistant's content as it is: take another one")
         header, _, close = answered.removeprefix(asked).partition(content)
         self._close = close.strip()
-        self._reasons = END_THINK in self._template
-        self._takes_reasoning = "reasoning_content" in self._template
+        self._reasons = END_THINK in template
+        self._takes_reasoning = "reasoning_content" in template
         # white space that the template writes before an answer, and the model samples as a part of it
         self._space = "" if self._reasons or header.strip() != self._generation.strip() else header.removeprefix(self._generation)
-        self._thinking = self._generation.rstrip().endswith(THINK)  # the prompt begins the reasoning
         self._folds_system = not self._renders([{"role": "system", "content": PROBE}, user], [])
         self._folds_tools = not self._renders([{**user, "content": "?"}], [PROBE_TOOL])
         self._needs_calls = not self._folds_tools and not self._renders(_with_result(_answer("!")), [])
@@ -95,6 +96,8 @@ class TemplateRenderer:
             call = _answer("", [{**PROBE_CALL, "function": {"name": content, "arguments": {}}}])
             called = self._apply([user, call], [], generate=False).removeprefix(asked)
             self._before_call = called.partition(content)[0].removeprefix(header)
+        known = "hermes" if self._folds_tools else format_of(template)
+        self._format = known or self._tried_format(user, asked + header)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
@@ -104,30 +107,105 @@ class TemplateRenderer:
         Raises:
             MessageError: the template refuses the messages.
         """
+        self.format_of_calls(tools)
+        text, known = self._text(messages, tools, answers, generate=True)
+        begun = text.removesuffix(self._generation)
+        if len(begun) == len(text) and self._generation:
+            begun = self._text(messages, tools, answers, generate=False)[0]
+        ids, continues = self._ids(text, known, answers, former)
+        return Prompt(ids, begun, continues)
+
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
+    ) -> tuple[Prompt, list[int]]:
+        """For a last message, of the assistant's, that the model continues: the prompt before its content, and its tokens.
+
+        Raises:
+            MessageError: the template refuses the messages.
+        """
+        *earlier, last = messages
+        content = MARK.sub("", last["content"])
+        if content.lstrip().startswith(THINK):  # the turn from its begin on
+            text, known = self._text(earlier, tools, answers, generate=True)
+            content = content.lstrip().removeprefix(THINK).lstrip("\n") if text.rstrip().endswith(THINK) else content
+        else:
+            place = mark(len(earlier), "content")
+            text, known = self._text([*earlier, {**last, "content": place}], tools, answers, generate=False, keeps=place)
+            text, content = text.partition(place)[0], self._space + content
+        begun = self._text(earlier, tools, answers, generate=False)[0]
+        ids, continues = self._ids(text, known, answers, former)
+        together, _ = self._ids(text + content, known, answers, former)
+        given = together[len(ids) :] if together[: len(ids)] == ids else self.tokens.encode(content)
+        return Prompt(ids, begun, continues), given
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> TemplateRenderer:
+        """The same with other values of the template's variables.
+
+        Raises:
+            MessageError: it has no variable of that name.
+        """
+        refuse_unknown(self.tokens.tokenizer, arguments)
+        return TemplateRenderer(self.tokens, {**self.arguments, **arguments})
+
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:
+        """What was sampled, as a message."""
+        return read_answer(self.tokens, self.format_of_calls(tools), prompt_ids, token_ids, tools)
+
+    def format_of_calls(self, tools: Sequence[Tool]) -> Format:
+        """How the model writes them.
+
+        Raises:
+            MessageError: there are tools, and the template writes calls in a way that is not known here.
+        """
+        if tools and not self._format:
+            raise MessageError("the chat template writes tool calls in a format that is not known: offer no tools, read the text")
+        return self._format or "hermes"
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _tried_format(self, user: Message, before: str) -> Format | None:
+        """By how the template writes a call of a former turn: the format that reads it; hermes where it writes none."""
+        call = {**PROBE_CALL, "function": {"name": PROBE, "arguments": {"a": "b"}}}
+        try:
+            text = self._apply([user, _answer("", [call])], [], generate=False).removeprefix(before)
+        except MessageError:
+            return "hermes"
+        text = text.partition(self._close)[0] if self._close else text
+        if PROBE not in text:
+            return "hermes"
+        return next((form for form in FORMATS if read_calls(text, form, [PROBE_TOOL]).calls == [(PROBE, {"a": "b"})]), None)
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        answers: Mapping[int, Answer],
+        *,
+        generate: bool,
+        keeps: str = "",
+    ) -> tuple[str, dict[str, list[int]]]:
+        """The conversation with marks (`keeps` is one already), and the tokens that they stand for."""
         known: dict[str, list[int]] = {}
         marked = [
-            self._marked(index, answers[index], known) if index in answers else of_template(message)
+            self._marked(index, messages, answers[index], known)
+            if index in answers
+            else (of_template(message) | ({"content": keeps} if message["content"] == keeps else {}))
             for index, message in enumerate(messages)
         ]
         if self._folds_tools or self._folds_system:
             marked, tools = fold(marked, tools, with_tools=self._folds_tools, with_system=self._folds_system)
-        text = self._bare(self._apply(marked, tools, generate=True))
-        begun = text.removesuffix(self._generation)
-        if len(begun) == len(text) and self._generation:
-            begun = self._bare(self._apply(marked, tools, generate=False))
+        return self._bare(self._apply(marked, tools, generate=generate)), known
+
+    def _ids(
+        self, text: str, known: Mapping[str, Sequence[int]], answers: Mapping[int, Answer], former: int | None
+    ) -> tuple[list[int], bool]:
+        """The text as tokens, and whether they continue those of `former`."""
         if former is not None:
             answer = answers[former]
             added = self._added(text, former, answer, known)
             if added is not None:
-                return Prompt([*answer.prompt.ids, *answer.token_ids, *added], begun, continues=True)
-        return Prompt(self.tokens.encode(text, known), begun)
-
-    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:
-        """What was sampled, as a message."""
-        text = self.tokens.decode(self.tokens.without_stop(token_ids))
-        return parse(text, "hermes" if self._folds_tools else self.format, tools, thinking=self._thinking)
-
-    # ------------------------------------------------------------------------------------------------ inside
+                return [*answer.prompt.ids, *answer.token_ids, *added], True
+        return self.tokens.encode(text, known), False
 
     def _added(self, text: str, index: int, answer: Answer, known: Mapping[str, Sequence[int]]) -> list[int] | None:
         """The tokens behind the sampled ones; None where the template writes what is before them in another way now."""
@@ -154,12 +232,13 @@ class TemplateRenderer:
     def _is_open(self, answer: Answer) -> bool:
         return END_THINK not in self.tokens.decode(answer.token_ids)
 
-    def _marked(self, index: int, answer: Answer, known: dict[str, list[int]]) -> Message:
+    def _marked(self, index: int, messages: Sequence[Message], answer: Answer, known: dict[str, list[int]]) -> Message:
         """The message as the template is given it: marks for reasoning and for the rest, in which tool calls are included."""
         reasoning, content = parts(self.tokens, answer) if self._reasons else ([], self.tokens.without_stop(answer.token_ids))
         names = mark(index, "reasoning"), mark(index, "content")
         known.update(zip(names, (reasoning, content), strict=True))
-        if self._needs_calls and answer.parsed.calls:
+        is_answered = any(each["role"] == "tool" for each in messages[index + 1 : index + 2])  # also a call that is broken
+        if self._needs_calls and (answer.parsed.calls or is_answered):
             call_id = answer.call_ids[0] if answer.call_ids else PROBE_CALL["id"]
             return _answer("", [{**PROBE_CALL, "id": call_id, "function": {"name": names[1], "arguments": {}}}])
         if not reasoning:
@@ -185,14 +264,11 @@ class TemplateRenderer:
         from jinja2 import TemplateError
 
         try:
-            text: str = self.tokens.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate, **self.arguments
-            )
+            return self._written.render(messages, tools=tools, generate=generate)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             message = f"the model's chat template refuses the messages: {error}; their roles: {roles}"
             raise MessageError(f"{message}. Write them in an order that the template takes") from error
-        return text
 
     def _renders(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """The template takes these and writes what is to be seen of them."""
@@ -200,6 +276,23 @@ class TemplateRenderer:
             return PROBE in self._apply(messages, tools, generate=True)
         except MessageError:
             return False
+
+
+def read_answer(
+    tokens: Tokens, form: Format, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]
+) -> Parsed:
+    """What was sampled, as a message; the prompt may have begun the reasoning."""
+    text = tokens.decode(tokens.without_stop(token_ids))
+    return parse(text, form, tools, thinking=tokens.decode(prompt_ids[-THINK_TOKENS:]).rstrip().endswith(THINK))
+
+
+def refuse_unknown(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """MessageError where the chat template reads no variable of that name, or we give it ourselves."""
+    usable = [name for name in check_template(tokenizer, {}) if name not in OWN_VARIABLES]
+    for name in arguments:
+        if name not in usable:
+            remedy = f"write one of {', '.join(usable)}" if usable else "leave it out"
+            raise MessageError(f"chat_template_kwargs: the chat template has no variable {name!r:.80} to be set: {remedy}")
 
 
 def parts(tokens: Tokens, answer: Answer) -> tuple[list[int], list[int]]:

@@ -14,6 +14,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from bridge.detokenizer import Detokenizer, without_end
+
 NONCE = secrets.token_hex(8)  # no text from outside holds it
 MARK = re.compile(f"\ue000{NONCE}:\\w+:\\d+\ue001")  # private-use characters: no template trims them
 
@@ -29,7 +31,7 @@ class Tokens:
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
-        self._backend = tokenizer.backend_tokenizer
+        self._backend, self._detokenizer = tokenizer.backend_tokenizer, Detokenizer(tokenizer)
 
     def encode(self, text: str, known: Mapping[str, Sequence[int]] | None = None) -> list[int]:
         """Special tokens in the text count as such; marks become the tokens that are `known` of them.
@@ -49,13 +51,12 @@ class Tokens:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """With special tokens."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
-        return text
+        """What they add to the text before them, as rewards see it (bridge/detokenizer.py)."""
+        return self._detokenizer.text(token_ids)
 
     def without_stop(self, token_ids: Sequence[int]) -> list[int]:
         """A sampled answer without the token that ended it."""
-        return list(token_ids[:-1] if self.is_closed(token_ids) else token_ids)
+        return without_end(token_ids, self.stop_token_ids)
 
     def is_closed(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) > 0 and int(token_ids[-1]) in self.stop_token_ids

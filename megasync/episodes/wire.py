@@ -73,6 +73,13 @@ class Answered(NamedTuple):
     is_other: bool = False
 
 
+class Held(NamedTuple):
+    """A step of the episode held the others of its process up for so long."""
+
+    number: int
+    seconds: float
+
+
 class Anew(NamedTuple):
     """It could not go on, and begins anew: what it had asked for is forgotten."""
 
@@ -97,3 +104,4 @@ class Ended(NamedTuple):
     failure: Failure | None = None
     own_seconds: float = 0.0  # that it did not wait for the model; the trainer's measure
     is_cut_off: bool = False
+    tool_seconds: float | None = None  # the process's measure; None: it did not live to tell

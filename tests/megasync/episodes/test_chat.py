@@ -124,3 +124,45 @@ def test_a_model_without_a_template_is_refused() -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
     with pytest.raises(ValueError, match="does not write an assistant's content"):
         TemplateRenderer(Tokens(tokenizer, FAMILY.stop_token_ids()))
+
+
+BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "a": 2}}\n</tool_call>'
+
+
+CUT = {"qwen3": BROKEN, "gemma3": BROKEN, "glm4": "<tool_call>add<arg_key>a", "mistral": '[TOOL_CALLS] [{"name": "add"'}
+
+
+@pytest.mark.parametrize(("name", "line"), CUT.items())
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_call_that_cannot_be_read_is_answered_with_why(name: str, line: str, by_user: bool) -> None:
+    """Each template takes the answer to it, as a tool's result or in the user's words, and the branch goes on."""
+    sampler = Lines(line, "It is 2.", family=FAMILIES[name])
+
+    async def talk() -> None:
+        model = Model(sampler, TemplateRenderer(sampler.tokens), Recorder())
+        messages = [{"role": "user", "content": "1 + 1?"}]
+        message = await model.chat(messages, [TOOL])
+        assert (message.tool_calls, message.finish_reason) == (None, "stop")
+        (call,) = message.invalid_tool_calls
+        assert call.text in line and call.text in message.content
+        assert call.error.startswith("The tool call could not be read, and no tool was called: ")
+        answer = {"role": "user"} if by_user else {"role": "tool", "tool_call_id": call.id}
+        messages += [message, {**answer, "content": call.error}]
+        reply = await model.reply(messages, [TOOL])
+        assert reply.continues != (name == "mistral" and by_user)  # which describes tools in the user's last message
+        assert reply.message.content.strip() == "It is 2."
+        assert call.error in sampler.tokens.decode(sampler.prompts[1])
+
+    asyncio.run(talk())
+
+
+def test_calls_that_can_be_read_are_made_beside_one_that_cannot() -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    async def talk() -> None:
+        message = await model_of(Lines(call + BROKEN)).chat([{"role": "user", "content": "?"}], [TOOL])
+        assert [each.function.arguments for each in message.tool_calls] == ['{"a": 1}']
+        assert [each.text for each in message.invalid_tool_calls] == [BROKEN]
+        assert message.finish_reason == "tool_calls" and message.tool_calls[0].id != message.invalid_tool_calls[0].id
+
+    asyncio.run(talk())

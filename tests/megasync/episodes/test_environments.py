@@ -31,7 +31,7 @@ def texts(of: Any) -> list[str]:
 def test_gymnasiums_manner_is_played_to_its_end() -> None:
     told = model("1", "2", "3")
     result = asyncio.run(play(Guess(Task("", (1,), "2")), Task("Guess.", (1,), "2", seed=7), told))
-    assert (result.reward, result.metrics) == (1.0, {"left": 0.0})
+    assert (result.reward, result.metrics, result.info) == (1.0, {"left": 0.0}, {"turn_rewards": [0.0, 1.0, 0.0]})
     assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(told)[0] and texts(told)[-1].count("user\nno") == 2
 
 
@@ -50,6 +50,7 @@ def test_skyrl_gyms_turns_are_played_until_the_answer_is_right() -> None:
     task, told = Task("7+5", (1,), "12"), model("11", "#### 11", "#### 12")
     result = asyncio.run(play(gyms.Skyrl(task), task, told))
     assert (result.reward, result.metrics) == (pytest.approx(1 + 0.2 / 3), {"steps": 3.0})
+    assert sum(result.info["turn_rewards"]) == pytest.approx(result.reward) and len(result.info["turn_rewards"]) == 3
     assert texts(told)[-1].count("<|im_start|>user") == 3
 
 

@@ -103,6 +103,16 @@ def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Told) -> None:
         assert [len(turn.token_ids) for _, turn in turns] == [3, 2]
 
 
+def test_time_in_tools_is_what_tools_took(folder: str) -> None:
+    """Beside 60 others whose prompts are rendered and sampled, a tool of 0.3 s takes that, and a trivial one nothing."""
+    prompts = [f"{kind} {number}" for number in range(20) for kind in ("trivial", "in a thread", "slow")]
+    played = play(pool_of(folder, episode="tests.support.tool_episodes:episode"), prompts)
+    for prompt, (ended, _) in played.items():
+        assert ended.failure is None and ended.tool_seconds is not None, ended
+        least = 0.3 if prompt.startswith("slow") else 0.0
+        assert least <= ended.tool_seconds < least + 0.15 and ended.tool_seconds <= ended.own_seconds + 1e-6, (prompt, ended)
+
+
 def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
     assert failure(side_by_side, "raises") == "raised ZeroDivisionError: on purpose"
     assert "on purpose" in (side_by_side["raises"][0].failure or "")[1]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.episodes.messages import MessageError, key, plain, plain_tools
-from megasync.episodes.parse import FORMATS, Parsed, parse
+from megasync.episodes.calls.formats import FORMATS
+from megasync.episodes.parse import Parsed, parse
 
 PIECES = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<arg_key>", "</arg_key>", "<arg_value>", "<think>", "</think>"),
@@ -27,7 +28,8 @@ TOOLS = plain_tools([{"name": "add", "input_schema": {"type": "object", "propert
         ("xml", "<tool_call><function=add>\n<parameter=a>\n1\n</parameter><parameter=b>2</parameter>\n</function>\n</tool_call>",
          [("add", {"a": "1", "b": 2})]),
         ("xml", "<tool_call>{}</tool_call>", []),
-        ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value><arg_key>b</arg_key><arg_value>[2]</arg_value>",
+        ("glm",
+         "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value><arg_key>b</arg_key><arg_value>[2]</arg_value>\n</tool_call>",
          [("add", {"a": "1", "b": [2]})]),
         ("glm", "<tool_call></tool_call>", []),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "b", "arguments": {}}]',
@@ -40,7 +42,7 @@ TOOLS = plain_tools([{"name": "add", "input_schema": {"type": "object", "propert
 )  # fmt: skip
 def test_tool_calls(form: str, text: str, calls: list[object]) -> None:
     parsed = parse(text, form, TOOLS)
-    assert list(parsed.calls) == calls
+    assert list(parsed.calls) == calls and bool(parsed.broken) == (not calls)
     assert parsed.content == ("" if calls else text)
     assert parse(text, form).content == text  # nobody offered a tool
 
@@ -56,7 +58,10 @@ def test_a_schema_may_say_nothing_of_an_argument(schema: object) -> None:
 
 def test_calls_beside_broken_ones_and_text() -> None:
     text = 'So:\n<tool_call>{"name": "add", "arguments": {}}</tool_call>\n<tool_call>{</tool_call>'
-    assert parse(text, "hermes", TOOLS) == Parsed("So:\n\n<tool_call>{</tool_call>", "", (("add", {}),))
+    parsed = parse(text, "hermes", TOOLS)
+    assert (parsed.content, parsed.calls) == ("So:\n\n<tool_call>{</tool_call>", (("add", {}),))
+    (broken,) = parsed.broken
+    assert broken.text == "<tool_call>{</tool_call>" and "not JSON" in broken.why
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,15 @@ def test_calls_beside_broken_ones_and_text() -> None:
 )
 def test_reasoning(text: str, thinking: bool, content: str, reasoning: str) -> None:
     assert parse(text, "hermes", thinking=thinking) == Parsed(content, reasoning)
+
+
+def test_a_call_in_thinking_is_none_and_one_in_thinking_without_an_end_is_reported() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert parse(f"<think>I could {call}</think>Yes.", "hermes", TOOLS) == Parsed("Yes.", f"I could {call}")
+    parsed = parse(f"I could {call}", "hermes", TOOLS, thinking=True)
+    assert (parsed.calls, parsed.content, parsed.reasoning) == ((), "", f"I could {call}")
+    assert "</think>" in parsed.broken[0].why
+    assert not parse("I could add.", "hermes", TOOLS, thinking=True).broken
 
 
 @settings(max_examples=200, deadline=None)
