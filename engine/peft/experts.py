@@ -8,7 +8,6 @@ Sources: peft 0.21.2 tuners/lora/layer.py:ParamWrapper; transformers 5.19 modeli
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,31 +57,22 @@ def _gather(part: torch.Tensor, split_dim: int | None, group: Any, tensor_size: 
     return torch.cat(whole)
 
 
-def load(linear: Any, name: str, a: torch.Tensor, b: torch.Tensor, folder: Path) -> None:
+def load(linear: Any, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
     """Put this rank's part of PEFT's `a` and `b` into an adapted linear, megatron-core's `name`.
 
-    Raises:
-        ValueError: they are of other shapes than the model's.
+    Of a linear with more ranks, as fused ones beside it need, those beyond the adapter's add nothing.
     """
     size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
-    is_column, count = linear.weight.partition_dim == 0, linear.num_experts
-    num_experts, num_ranks = count * linear.weight.expert_parallel_size, linear.lora_b.shape[1]
-    columns = linear.lora_a.shape[1] * (1 if is_column else size)
-    rows = linear.lora_b.shape[0] // count * (size if is_column else 1)
-    expected = [num_experts * num_ranks, columns], [rows, num_ranks * num_experts]
-    if (list(a.shape), list(b.shape)) != expected:
-        raise ValueError(
-            f"{folder}: {linear_name(name)} has A {list(a.shape)} and B {list(b.shape)}, the model needs {expected[0]} and "
-            f"{expected[1]}: the adapter is of another rank or another base model"
-        )
+    count = linear.num_experts
+    num_experts = count * linear.weight.expert_parallel_size
+    num_ranks, halves = a.shape[0] // num_experts, 2 if name.endswith("linear_fc1") else 1
     first = mpu.get_expert_model_parallel_rank() * count
-    halves = 2 if name.endswith("linear_fc1") else 1
-    own_a = a.view(num_experts, num_ranks, columns)[first : first + count]
-    own_b = b.view(rows, num_ranks, num_experts).permute(2, 0, 1)[first : first + count]
+    own_a = a.view(num_experts, num_ranks, -1)[first : first + count]
+    own_b = b.view(-1, num_ranks, num_experts).permute(2, 0, 1)[first : first + count]
     own_b = own_b.reshape(count, halves, -1, num_ranks)
-    if is_column:
+    if linear.weight.partition_dim == 0:
         own_b = own_b.chunk(size, dim=2)[rank]
     else:
         own_a = own_a.chunk(size, dim=2)[rank]
-    linear.lora_a.copy_(own_a.reshape(linear.lora_a.shape))
-    linear.lora_b.copy_(own_b.reshape(linear.lora_b.shape))
+    linear.lora_a.view(count, -1, own_a.shape[2])[:, :num_ranks].copy_(own_a)
+    linear.lora_b.zero_().view(count, -1, linear.lora_b.shape[1])[..., :num_ranks].copy_(own_b.flatten(1, 2))

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from engine.peft import experts
-from engine.config import LATENT_FAMILIES, LATENT_TARGETS, MOE_FAMILIES, LoraConfig
+from engine.config import TARGET_OF, LoraConfig
 from engine.moe.experts import ExpertLinear
 from engine.attention.latent import ReplicatedLinear
 from engine.model.lora import adapted_linears
 from engine.runtime.megatron import ColumnParallelLinear
 from engine.runtime.parallel import Layout, expert_group
 from engine.runtime.tensor_file import save_tensors
-from engine.peft.folder import CONFIG_FILE, EXPERTS, PREFIX, TARGET_OF, WEIGHTS_FILE, check_peft_folder, fingerprint, read_fields
+from engine.peft.folder import CONFIG_FILE, EXPERTS, PREFIX, WEIGHTS_FILE, check_peft_folder, fingerprint, read_fields
 from engine.peft.folder import adapted_linears as linears_of_keys
 from engine.wrap.items import AdapterItem
 
@@ -194,86 +194,36 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
     """
     check_peft_folder(folder, lora, model_path)
     factors = _read_factors(folder)
-    fused: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for name, (a, _) in factors.items():
-        parent, _, last = name.rpartition(".")
-        if not parent.endswith(EXPERTS):
-            fused.setdefault((parent, TARGET_OF[last]), []).append(a)
-    needed = max((_needed_rank(members) for members in fused.values()), default=lora.rank)
-    if needed != lora.rank:
-        alpha = lora.scale * (needed**0.5 if lora.rslora else needed)  # keeps the scale
-        raise ValueError(
-            f"engine.lora.rank={lora.rank}, but the adapter in {folder} takes {needed} where linears are fused, because their "
-            f"A differ; write engine.lora.rank={needed} engine.lora.alpha={alpha:g}"
-        )
-    known = {name for index in range(mbridge.hf_config.num_hidden_layers) for name in _layer_names(mbridge, index)}
-    if unknown := sorted(set(factors) - known):
-        raise ValueError(f"{folder}: the model in {model_path} has no {unknown[0]}; set model.path to the adapter's base model")
     for name, linear in adapted_linears(chunks):
         if isinstance(linear, ExpertLinear):
             if (of_experts := factors.get(experts.linear_name(name))) is not None:
-                experts.load(linear, name, *of_experts, folder)
+                experts.load(linear, name, *of_experts)
             continue
         members = hf_linears(mbridge, name)
         if any(member in factors for member in members):
-            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge.hf_config), folder)
+            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge.hf_config))
 
 
 def _read_factors(folder: Path) -> Factors:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     tensors = load_file(folder / WEIGHTS_FILE)
     for key, (linear, kind) in linears_of_keys(folder, read_fields(folder), list(tensors)).items():
+        if not bool(torch.isfinite(tensors[key]).all()):
+            raise ValueError(f"{folder}: {key} has values that are not finite; take another checkpoint of the adapter")
         halves.setdefault(linear, {})[kind] = tensors[key]
-    for name, pair in halves.items():
-        if set(pair) != {"A", "B"}:
-            raise ValueError(f"{folder}: {name} has only lora_{next(iter(pair))}; write the adapter again")
-    if not halves:
-        raise ValueError(f"{folder}: {WEIGHTS_FILE} holds no adapter")
     return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
 
 
-def _layer_names(mbridge: Any, index: int) -> Iterator[str]:
-    config = mbridge.hf_config
-    of_attention = LATENT_TARGETS if config.model_type in LATENT_FAMILIES else ("linear_qkv", "linear_proj")
-    linears = [f"self_attention.{target}" for target in of_attention]
-    has_experts = config.model_type in MOE_FAMILIES and index >= (getattr(config, "first_k_dense_replace", 0) or 0)
-    if not has_experts:
-        linears += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif any(getattr(config, name, None) for name in ("shared_expert_intermediate_size", "n_shared_experts")):
-        linears += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
-    for linear in linears:
-        yield from hf_linears(mbridge, f"decoder.layers.{index}.{linear}")
-    if has_experts:
-        for kind in experts.PARAMETERS:
-            yield experts.linear_name(f"decoder.layers.{index}.mlp.experts.{kind}")
-
-
-def _needed_rank(members: list[torch.Tensor]) -> int:
-    """One A for all if they are equal; else one after another."""
-    first = members[0]
-    is_shared = all(member.shape == first.shape and torch.equal(member, first) for member in members)
-    return first.shape[0] if is_shared else sum(member.shape[0] for member in members)
-
-
-def _load_linear(
-    linear: Any, name: str, members: list[tuple[torch.Tensor, torch.Tensor] | None], heads: Heads, folder: Path
-) -> None:
-    """A and B over all ranks, then this rank's shard of them."""
+def _load_linear(linear: Any, name: str, members: list[tuple[torch.Tensor, torch.Tensor] | None], heads: Heads) -> None:
+    """A and B over all ranks, then this rank's shard of them. Members with one A share it, other A's lie one after another."""
     is_column, is_whole = isinstance(linear, ColumnParallelLinear), isinstance(linear, ReplicatedLinear)
     size, rank = (1, 0) if is_whole else (linear.tp_group.size(), linear.tp_group.rank())
-    num_ranks = linear.lora_a.shape[0]
-    whole_b = torch.zeros(linear.output_size, num_ranks)
+    whole_b = torch.zeros(linear.output_size, linear.lora_a.shape[0])
     parts = split_rows(name, whole_b, heads, size if is_column else 1)
     present = [(part, *pair) for part, pair in zip(parts, members, strict=True) if pair is not None]
-    is_shared = _needed_rank([a for _, a, _ in present]) == present[0][1].shape[0]
+    is_shared = all(torch.equal(a, present[0][1]) for _, a, _ in present)
     stacked: list[torch.Tensor] = []
     for part, a, b in present:
-        expected = ([a.shape[0], linear.input_size], [part[..., 0].numel(), a.shape[0]])
-        if (list(a.shape), list(b.shape)) != expected:
-            raise ValueError(
-                f"{folder}: {name} has A {list(a.shape)} and B {list(b.shape)}, the model needs {expected[0]} and {expected[1]}: "
-                "the adapter is of another base model"
-            )
         offset = 0 if is_shared else sum(one.shape[0] for one in stacked)
         target = part[..., offset : offset + a.shape[0]]
         target.copy_(b.view(target.shape))

@@ -1,6 +1,7 @@
-"""What a PEFT adapter folder says of itself, and whether it fits a config. No torch in here: configs are checked without it.
+"""What a PEFT adapter folder says of itself, and whether it fits a config and a base model. No torch in here: configs are checked
+without it.
 
-Leaves out its tensors: see peft.py.
+Leaves out what its fields may be (fields.py) and its values (factors.py).
 """
 
 from __future__ import annotations
@@ -8,53 +9,65 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from engine.config import LoraConfig
+from engine.config import TARGET_OF, LoraConfig
+from engine.peft.fields import check_fields
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 EXPERTS = ".mlp.experts"
 KEY = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])\.weight")
-TARGET_OF = {  # Hugging Face's linears, by the megatron-core linear that they are fused into
-    "q_proj": "linear_qkv",
-    "k_proj": "linear_qkv",
-    "v_proj": "linear_qkv",
-    "o_proj": "linear_proj",
-    "q_a_proj": "linear_q_down_proj",
-    "q_b_proj": "linear_q_up_proj",
-    "kv_a_proj_with_mqa": "linear_kv_down_proj",
-    "kv_b_proj": "linear_kv_up_proj",
-    "gate_proj": "linear_fc1",
-    "up_proj": "linear_fc1",
-    "down_proj": "linear_fc2",
-}
 TARGET_OF_EXPERTS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}  # parameters of all experts of a layer
-MAX_FUSED = 3
+OF_EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+PARAMETER_OF = {  # an expert's weight: the parameter of all experts, and which half of its rows
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj", None)),
+}
+DTYPES = ("F32", "BF16", "F16", "F64")
 SAMPLE_BYTES = 64 * 2**10
+
+
+class Entry(NamedTuple):
+    """A tensor, by the header of its file."""
+
+    key: str
+    dtype: str  # safetensors' name
+    shape: list[int]
+    begin: int  # in the file's bytes, and so `end`
+    end: int
+
+
+Pairs = dict[str, dict[str, Entry]]  # A and B, by the linear or the parameter of experts
 
 
 def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Path) -> None:
     """Whether the adapter in `folder` can be the start of a run with `lora` on the model in `model_path`.
 
     Raises:
-        ValueError: a file is missing, or method, base model, rank, scale or targets are others.
+        ValueError: a file is missing, or method, base model, rank, scale, targets or shapes are others.
     """
-    folder = Path(folder)
+    folder, model_path = Path(folder), Path(model_path)
     fields = read_fields(folder)
-    names, metadata = _read_names(folder / WEIGHTS_FILE)
-    _check_method(folder, fields)
-    _check_base(folder, fields, metadata.get("base_fingerprint"), Path(model_path))
-    _check_rank(folder, fields, lora)
-    for key, (linear, _) in adapted_linears(folder, fields, names).items():
+    factors, metadata = read_header(folder / WEIGHTS_FILE)
+    _check_base(folder, fields, metadata.get("base_fingerprint"), model_path)
+    pairs = _pairs(folder, fields, factors)
+    for linear, pair in pairs.items():
         target = target_of(linear)
         if target not in lora.targets:
-            raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {', '.join(lora.targets)}")
+            key, given = pair["A"].key, ", ".join(lora.targets)
+            raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {given}")
+    _check_scale(folder, fields, lora, _needed_rank(folder, fields, pairs))
+    if weight_files(model_path):  # a plan needs none
+        _check_shapes(folder, fields["r"], pairs, model_path)
 
 
 def target_of(linear: str) -> str | None:
@@ -93,28 +106,106 @@ def _parameter_of_experts(folder: Path, fields: dict[str, Any], keys: list[str],
         return f"{experts}.down_proj"
     given = {name.rpartition(".")[2] for name in fields.get("target_parameters") or ()} & TARGET_OF_EXPERTS.keys()
     if len(given) != 1:
-        told = f"target_parameters in {CONFIG_FILE} does not tell which parameter of {experts} its one adapter is for"
-        raise ValueError(f"{folder}: {told}; write the adapter again")
+        problem = f"target_parameters in {CONFIG_FILE} does not say which parameter of {experts} its one adapter is for"
+        raise ValueError(f"{folder}: {problem}; write the adapter again")
     return f"{experts}.{given.pop()}"
 
 
-def _read_names(path: Path) -> tuple[list[str], dict[str, str]]:
-    """A safetensors file's tensor names and metadata."""
+def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
+    """A safetensors file's tensors and metadata. safetensors' reader finds files that are damaged; it tells no offsets."""
     try:
         with safe_open(path, framework="np") as file:
-            return list(file.keys()), file.metadata() or {}
+            metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"engine.lora.adapter_path: {path} is no safetensors file: {error}") from error
+        raise ValueError(f"{path} is no safetensors file: {error}; download or save it again") from error
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(length))
+    header.pop("__metadata__", None)
+    offsets = {key: [8 + length + offset for offset in each["data_offsets"]] for key, each in header.items()}
+    return [Entry(key, each["dtype"], each["shape"], *offsets[key]) for key, each in header.items()], metadata
+
+
+def _pairs(folder: Path, fields: dict[str, Any], factors: list[Entry]) -> Pairs:
+    by_key, pairs = {each.key: each for each in factors}, Pairs()
+    for key, (linear, kind) in adapted_linears(folder, fields, list(by_key)).items():
+        if (dtype := by_key[key].dtype) not in DTYPES:
+            raise ValueError(f"{folder}: {key} is of the dtype {dtype}; save the adapter again in one of {', '.join(DTYPES)}")
+        pairs.setdefault(linear, {})[kind] = by_key[key]
+    if not pairs:
+        raise ValueError(f"{folder}: {WEIGHTS_FILE} holds no adapter; save it again with PEFT")
+    for linear, pair in pairs.items():
+        if set(pair) != {"A", "B"}:
+            raise ValueError(f"{folder}: {linear} has only lora_{next(iter(pair))}; write the adapter again")
+    return pairs
+
+
+def _needed_rank(folder: Path, fields: dict[str, Any], pairs: Pairs) -> int:
+    """The rank of an adapted linear of the engine: that of the adapter, or where fused linears have other A the sum of theirs."""
+    fused: dict[tuple[str, str | None], list[Entry]] = {}
+    for linear, pair in pairs.items():
+        if not linear.rpartition(".")[0].endswith(EXPERTS):
+            fused.setdefault((linear.rpartition(".")[0], target_of(linear)), []).append(pair["A"])
+    rank: int = fields["r"]
+    with (folder / WEIGHTS_FILE).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        different = [members for members in fused.values() if len({data[each.begin : each.end] for each in members}) > 1]
+    return rank * max(map(len, different), default=1)
+
+
+def _check_shapes(folder: Path, rank: int, pairs: Pairs, model_path: Path) -> None:
+    known = base_shapes(model_path)
+    for linear, pair in pairs.items():
+        if linear not in known:
+            raise ValueError(f"{folder}: the model in {model_path} has no {linear}; set model.path to the adapter's base model")
+        count, rows, columns = known[linear]
+        expected = [count * rank, columns], [rows, rank * count]
+        if (pair["A"].shape, pair["B"].shape) != expected:
+            raise ValueError(
+                f"{folder}: {linear} has A {pair['A'].shape} and B {pair['B'].shape}, and by r = {rank} and the model in "
+                f"{model_path} they are {expected[0]} and {expected[1]}: the adapter is of another base model, or damaged"
+            )
+
+
+def base_shapes(model_path: Path) -> dict[str, tuple[int, int, int]]:
+    """(number of experts or 1, rows, columns) of each linear, or parameter of all experts, by the headers of the weights.
+
+    Layers beyond the model's, which predict further tokens, are left out.
+    """
+    num_layers = json.loads((model_path / "config.json").read_text())["num_hidden_layers"]
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in weight_files(model_path):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 # it has no iterator
+                layer = re.match(r"model\.layers\.(\d+)\.", name)
+                if layer and int(layer[1]) < num_layers and len(shape := file.get_slice(name).get_shape()) == 2:
+                    linear, expert, half = place_of(name)
+                    rows = shape[0] if half is None else 2 * shape[0]
+                    found[linear] = max(found.get(linear, (1,))[0], (expert or 0) + 1), rows, shape[1]
+    return found
+
+
+def place_of(name: str) -> tuple[str, int | None, int | None]:
+    """The linear, or parameter of all experts, that a tensor of the base belongs to; the expert; which half of the rows."""
+    match = OF_EXPERT.fullmatch(name)
+    if match is None or match[3] not in PARAMETER_OF:
+        return name.removesuffix(".weight"), None, None
+    parameter, half = PARAMETER_OF[match[3]]
+    return f"{match[1]}.mlp.experts.{parameter}", int(match[2]), half
+
+
+def weight_files(model_path: Path) -> list[Path]:
+    """Those that its index names, or model.safetensors: others may come and go beside them. Empty where there are none."""
+    index = model_path / "model.safetensors.index.json"
+    if not index.is_file():
+        return list(model_path.glob("model.safetensors"))
+    names: Iterable[str] = json.loads(index.read_text())["weight_map"].values()
+    return [model_path / name for name in sorted(set(names))]
 
 
 def fingerprint(model_path: Path) -> str:
-    """Tells one set of base weights from another without reading all of it: sizes, headers, and three parts of each file.
-
-    Of the files that its index names, or of model.safetensors: others may come and go beside them.
-    """
-    digest, index = hashlib.sha256(), model_path / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    for path in [model_path / name for name in sorted(names)]:
+    """Tells one set of base weights from another without reading all of it: sizes, headers, and three parts of each file."""
+    digest = hashlib.sha256()
+    for path in weight_files(model_path):
         size = path.stat().st_size
         with path.open("rb") as file:
             for offset in (0, size // 2, max(0, size - SAMPLE_BYTES)):
@@ -125,29 +216,32 @@ def fingerprint(model_path: Path) -> str:
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
+    """Of the config of a plain LoRA adapter.
+
+    Raises:
+        ValueError: a file is missing or no JSON object, or the adapter is of another kind.
+    """
+    path = folder / CONFIG_FILE
     for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            raise ValueError(f"{folder / name} is a link to {(folder / name).readlink()}, which is not there; download it again")
         if not (folder / name).is_file():
             remedy = "name a folder that PEFT's save_pretrained wrote, or leave it empty"
             raise ValueError(f"engine.lora.adapter_path: {folder} holds no {name}; {remedy}")
     try:
-        fields: Any = json.loads((folder / CONFIG_FILE).read_text())
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_FILE} is no JSON: {error}") from error
+        raise ValueError(f"{path} is no JSON: {error}; save the adapter again") from error
     if not isinstance(fields, dict):
-        told = f"{folder / CONFIG_FILE} holds a {type(fields).__name__}, fields by name are expected"
-        raise ValueError(f"{told}; write the adapter again")  # noqa: TRY004 # of a file
+        problem = f"{path} holds a {type(fields).__name__}, fields by name are expected"
+        raise ValueError(f"{problem}; write the adapter again")  # noqa: TRY004 # of a file
+    check_fields(path, fields)
+    for name, kinds, expected in (("r", (int,), "a whole number"), ("lora_alpha", (int, float), "a number")):
+        value: Any = fields.get(name)
+        if type(value) not in kinds or not 0 < value < math.inf:
+            remedy = "write what the adapter was trained with"
+            raise ValueError(f"{path}: {name} is {value!r}, {expected} above 0 is expected; {remedy}")
     return fields
-
-
-def _check_method(folder: Path, fields: dict[str, Any]) -> None:
-    if fields.get("peft_type") != "LORA":
-        raise ValueError(f"{folder}: peft_type is {fields.get('peft_type')!r}; only LORA adapters can be trained on")
-    refused = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out", "layer_replication")
-    used = [name for name in refused if fields.get(name)]
-    if fields.get("bias", "none") != "none":
-        used.append("bias")
-    if used:
-        raise ValueError(f"{folder}: {used[0]}={fields[used[0]]!r} is not supported; start from a plain LoRA adapter")
 
 
 def _check_base(folder: Path, fields: dict[str, Any], written_on: str | None, model_path: Path) -> None:
@@ -164,20 +258,21 @@ def _check_base(folder: Path, fields: dict[str, Any], written_on: str | None, mo
         )
 
 
-def _check_rank(folder: Path, fields: dict[str, Any], lora: LoraConfig) -> None:
-    for name in ("r", "lora_alpha"):
-        if type(fields.get(name)) not in (int, float):
-            told = f"{folder / CONFIG_FILE}: {name} is {fields.get(name)!r}, a number is expected"
-            raise ValueError(f"{told}; write what the adapter was trained with")
-    rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
-    if lora.rank not in [rank * factor for factor in range(1, MAX_FUSED + 1)]:
-        raise ValueError(
-            f"engine.lora.rank={lora.rank}, but the adapter in {folder} has rank {rank}; write engine.lora.rank={rank}"
-        )
-    scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+def scale_of(fields: dict[str, Any]) -> float:
+    """What B A is multiplied by."""
+    return float(fields["lora_alpha"] / (math.sqrt(fields["r"]) if fields.get("use_rslora") else fields["r"]))
+
+
+def _check_scale(folder: Path, fields: dict[str, Any], lora: LoraConfig, rank: int) -> None:
+    """`rank`: that the engine's linears need."""
+    scale = scale_of(fields)
+    alpha = scale * (math.sqrt(rank) if lora.rslora else rank)
+    if lora.rank != rank:
+        why = f"takes {rank} where linears are fused, because their A differ" if rank != fields["r"] else f"has rank {rank}"
+        remedy = f"write engine.lora.rank={rank} engine.lora.alpha={alpha:.12g}"
+        raise ValueError(f"engine.lora.rank={lora.rank}, but the adapter in {folder} {why}; {remedy}")
     if not math.isclose(scale, lora.scale, rel_tol=1e-9):
-        fitting = scale * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         raise ValueError(
             f"engine.lora.alpha={lora.alpha:g} scales the adapter by {lora.scale:g}, the one in {folder} was trained with "
-            f"{scale:g}; write engine.lora.alpha={fitting:g}"
+            f"{scale:g}; write engine.lora.alpha={alpha:.12g}"
         )

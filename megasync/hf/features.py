@@ -23,7 +23,18 @@ SMALLEST = {"sliding_window": 0, "max_window_layers": 0, "sliding_window_pattern
 NULL = type(None)
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the config classes of all families
     **dict.fromkeys(("tie_word_embeddings", "use_cache", "attention_bias", "use_sliding_window"), ((bool,), "true or false")),
+    **dict.fromkeys(("mlp_bias", "qkv_bias", "norm_topk_prob", "use_qk_norm"), ((bool,), "true or false")),
+    **dict.fromkeys(("output_router_logits", "rope_interleave"), ((bool,), "true or false")),
+    "use_bidirectional_attention": ((bool, NULL), "true or false"),
     **dict.fromkeys(("rms_norm_eps", "initializer_range"), ((float,), "a number with a point, such as 1e-06,")),
+    **dict.fromkeys(("routed_scaling_factor", "router_aux_loss_coef"), ((float,), "a number with a point, such as 1.0,")),
+    "router_jitter_noise": ((float,), "a number with a point, such as 0.0,"),
+    **dict.fromkeys(SOFT_CAPS, ((float, NULL), "a number with a point, such as 30.0,")),
+    **dict.fromkeys(("decoder_sparse_step", "query_pre_attn_scalar"), ((int,), "a whole number")),
+    **dict.fromkeys(("head_dim", "n_group", "topk_group", "first_k_dense_replace"), ((int, NULL), "a whole number")),
+    **dict.fromkeys(("n_shared_experts", "pretraining_tp"), ((int, NULL), "a whole number")),
+    "mlp_only_layers": ((list, NULL), "a list of layers' numbers"),
+    "id2label": ((dict, NULL), "an object"),
     **dict.fromkeys(("bos_token_id", "pad_token_id"), ((int, NULL), "a token's number")),
     "attention_dropout": ((int, float, NULL), "a number"),
     "max_position_embeddings": ((int,), "a whole number"),
@@ -31,6 +42,11 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # transformers 5.19, by the 
     "rope_parameters": ((dict, NULL), "an object"),
     "rope_scaling": ((dict, NULL), "an object"),
     "rope_theta": ((int, float, NULL), "a number"),
+}
+NEVER_NULL = {  # fields that transformers refuses as null for these families, though not for others
+    "head_dim": ("qwen3", GEMMA),
+    "attention_dropout": ("mistral", "qwen2", "qwen3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"),
+    **dict.fromkeys(("first_k_dense_replace", "topk_group"), ("glm4_moe",)),
 }
 AT_LEAST = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
 REMEDY = "correct it, or download the model again: hf download NAME --local-dir FOLDER"
@@ -57,6 +73,8 @@ ROUTER_DEFAULTS = {  # where config.json says nothing: transformers 5.19, Deepse
 }
 QUERY_RANK = 1536  # transformers 5.19, DeepseekV3Config.q_lora_rank
 REMEDIES = {  # for features that begin like this
+    "rope_scaling beside": "take out of config.json the one that the model was not trained with",
+    "rope_type beside": "take out of config.json the one that the model was not trained with",
     "a quantised checkpoint": "convert its weights to bfloat16 and leave quantization_config out of config.json",
     "architectures": "where its weights are those of a language model, write the one ending in ForCausalLM, as its family has it",
     "routers with topk_method": "if it was trained so, write them into config.json: noaux_tc and sigmoid",
@@ -139,7 +157,8 @@ def check_types(path: Path, fields: Mapping[str, Any]) -> None:
     rope = fields.get("rope_parameters")
     given = {**(rope if isinstance(rope, dict) else {}), **fields}
     for name, (types, expected) in TYPES.items():
-        if name in given and type(given[name]) not in types:
+        is_null = name in given and given[name] is None and fields.get("model_type") in NEVER_NULL.get(name, ())
+        if name in given and (is_null or type(given[name]) not in types):
             raise ConfigError(f"{path}: {name} = {given[name]!r}: {expected} is expected", remedy=REMEDY)
         least = AT_LEAST.get(name)
         if least is not None and given.get(name) is not None and not given[name] >= least:
@@ -149,29 +168,51 @@ def check_types(path: Path, fields: Mapping[str, Any]) -> None:
             if name in ("rope_type", "type") and type(value) not in (str, NULL):
                 raise ConfigError(f"{path}: {key}.{name} = {value!r}: a word is expected", remedy=REMEDY)
     for name in ("dtype", "torch_dtype"):
-        if fields.get(name) is not None and fields[name] not in ITEM_BYTES:
+        if fields.get(name) is not None and str(fields[name]) not in ITEM_BYTES:
             raise ConfigError(f"{path}: {name} = {fields[name]!r}: is no dtype", choices=", ".join(ITEM_BYTES), remedy=REMEDY)
+
+
+def _refused_rope_twice(fields: dict[str, Any]) -> dict[str, bool]:
+    """transformers 5 and 4 wrote it under other names; where both are there, transformers 5 takes rope_scaling without a word."""
+    given = [fields.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    of_types = [{"rope_type": each.get("type"), **each} for each in given]
+    alike = [{name: value for name, value in each.items() if name not in ("type", "rope_theta")} for each in of_types]
+    kinds = [(each["type"], each["rope_type"]) for each in given if each.get("type") and each.get("rope_type")]
+    return {
+        "rope_scaling beside rope_parameters, which says otherwise,": all(given) and alike[0] != alike[1],
+        "rope_type beside another type of rope scaling": any(kind != other for kind, other in kinds),
+    }
 
 
 def refused_rope(family: str, fields: dict[str, Any]) -> dict[str, bool]:
     """Whether it is there, by the feature."""
+    twice = _refused_rope_twice(fields)
     if family == GEMMA:
-        return refused_rope_by_layer_type(fields)
+        return twice | refused_rope_by_layer_type(fields)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}  # as transformers 5 or 4 wrote it
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     is_partial = family in PARTIAL_ROTARY and partial not in (1, 1.0)  # null stands for a half
     refused_numbers = LATENT_YARN_REFUSED if family in LATENT_FAMILIES else YARN_REFUSED
     absent = [name for name in ROPE_NUMBERS.get(kind, ()) if type(rope.get(name)) not in (int, float)]
+    factor, low, high = (rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    is_small: bool = kind != "default" and isinstance(factor, int | float) and factor <= 0
     return {
+        **twice,
         "rotary embeddings by layer type (rope_parameters)": any(isinstance(value, dict) for value in rope.values()),
         f"rope scaling of type {kind!r}": kind not in ROPE_TYPES,
         f"rope scaling of type {kind!r} without a number {absent[0] if absent else ''}": bool(absent),
+        f"rope scaling with factor = {factor}": is_small,
+        f"rope scaling with low_freq_factor = {low}, not below high_freq_factor = {high},": _is_above(low, high),
         **{f"rope scaling of type 'yarn' with {name}": kind == "yarn" and rope.get(name) is not None for name in refused_numbers},
         **_refused_latent_rope(family, kind, rope),
         f"partial rotary embedding (partial_rotary_factor = {partial})": not _can_rotate(family, fields, partial),
         "rope scaling of type 'yarn' with partial_rotary_factor": kind == "yarn" and is_partial,
     }
+
+
+def _is_above(low: Any, high: Any) -> bool:
+    return isinstance(low, int | float) and isinstance(high, int | float) and low >= high
 
 
 def _can_rotate(family: str, fields: dict[str, Any], factor: Any) -> bool:

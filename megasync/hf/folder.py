@@ -28,9 +28,10 @@ from megasync.hf.features import (
     refused_windows,
 )
 from megasync.hf.model_shape import ModelShape
-from megasync.hf.tensors import check_tensors
+from megasync.hf.tensors import DOWNLOAD, INDEX, check_tensors, read_index
 
-DOWNLOAD_REMEDY = "download the model again: hf download NAME --local-dir FOLDER"
+DOWNLOAD_REMEDY = DOWNLOAD
+LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
 UNSUPPORTED_REMEDY = "take a model without it"
 
@@ -67,6 +68,7 @@ def check_model_config(folder: Path) -> ModelShape:
         download = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
         remedy = download if is_hub_name else "write model.path=FOLDER, a Hugging Face folder on this machine"
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
+    check_links(folder)
     shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
     check_types(folder / "config.json", fields)
     _refuse_unsupported(folder / "config.json", shape, fields)
@@ -167,7 +169,8 @@ def _refuse_unsupported(path: Path, shape: ModelShape, fields: dict[str, Any]) -
             family, fields
         ),
         f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
-        "a quantised checkpoint (quantization_config)": bool(fields.get("quantization_config")),
+        **{f"a quantised checkpoint ({name})": bool(fields.get(name)) for name in ("quantization_config", "compression_config")},
+        "a quantised checkpoint (hf_quant_config.json), which vLLM heeds,": (path.parent / "hf_quant_config.json").is_file(),
     }
     if family in MOE_FAMILIES:
         step, shared = fields.get("decoder_sparse_step", 1), fields.get("shared_expert_intermediate_size")
@@ -206,35 +209,64 @@ def _has_other_heads(family: str, fields: dict[str, Any]) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Every safetensors file is whole, and every one that the index names is there."""
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index}: not an index of safetensors files: {error!r}", remedy=DOWNLOAD_REMEDY) from error
-        missing = sorted(shards - {file.name for file in files})
-        if missing:
-            message = f"{index}: names {len(missing)} files that are not in the folder"
-            raise ConfigError(message, missing=some(missing, 12), remedy=DOWNLOAD_REMEDY)
+    """Every safetensors file is whole, and holds what the index says of it, if there is one."""
+    check_links(folder)
+    index, files = read_index(folder), sorted(folder.glob("*.safetensors"))
+    missing = sorted(set(index.values()) - {file.name for file in files})
+    if missing:
+        message = f"{folder / INDEX}: names {len(missing)} files that are not in the folder"
+        raise ConfigError(message, missing=some(missing, 12), remedy=DOWNLOAD_REMEDY)
     if not files:
         message = f"model.path = {folder}: the folder holds no *.safetensors file"
         raise ConfigError(message, holds=_holds(folder), remedy="convert the weights to safetensors")
-    for file in files:
-        _check_safetensors(file)
+    held = {file.name: _tensor_names(file) for file in files}
+    _check_places(folder, index, held)
 
 
-def _check_safetensors(path: Path) -> None:
-    """Header and size: safetensors' own reader maps a file that is whole, and no other."""
+def check_links(folder: Path) -> None:
+    """ConfigError for the first link of a model's or tokenizer's file whose target is gone, such as a blob of the hub's cache."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in LINKED and path.is_symlink() and not path.exists():
+            message = f"{path}: is a link to {path.readlink()}, which is not there"
+            remedy = "download the model again, or copy the folder where its targets are: cp -rL FOLDER COPY"
+            raise ConfigError(message, looked_at=str(path.resolve()), remedy=remedy)
+
+
+def _check_places(folder: Path, index: dict[str, str], held: dict[str, set[str]]) -> None:
+    """The index is right, and names each file that somebody reads.
+
+    The engine reads each tensor where the index says, vLLM all of those files; transformers model.safetensors, if there is one.
+    """
+    remedy = f"take weights and index of one download: {DOWNLOAD_REMEDY}"
+    if wrong := [name for name, file in index.items() if name not in held[file]]:
+        first = wrong[0]
+        where = next((file for file, names in held.items() if first in names), "no file")
+        message = f"{folder / INDEX}: names {index[first]} for {first}, which is in {where}"
+        raise ConfigError(message, wrong=some(wrong), remedy=remedy)
+    whole = "model.safetensors"
+    if index and whole in held and whole not in index.values():
+        message = (
+            f"{folder}: holds {whole} and the index of other files: transformers reads the one, vLLM and the engine the others"
+        )
+        raise ConfigError(message, remedy=f"move the one that is not meant: {whole}, or {INDEX} with its files")
+    places: dict[str, str] = {}
+    for file in sorted(set(index.values())):
+        if twice := sorted(name for name in held[file] if name in places):
+            message = f"{folder}: {file} and {places[twice[0]]} both hold {twice[0]}, and vLLM reads both"
+            raise ConfigError(message, twice=some(twice), remedy="move the file that is not meant out of the folder")
+        places |= dict.fromkeys(held[file], file)
+
+
+def _tensor_names(path: Path) -> set[str]:
+    """By header and size: safetensors' own reader maps a file that is whole, and no other."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         if file.read(8) == b"version ":
             remedy = "run `git lfs pull` in the model's repository"
             raise ConfigError(f"{path}: a Git LFS pointer, not the weights", remedy=remedy)
     try:
-        with safe_open(path, framework="np"):
-            pass
+        with safe_open(path, framework="np") as tensors:
+            return set(tensors.keys())
     except SafetensorError as error:
         message = f"{path}: cut off, or not a safetensors file: {error}"
         raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD_REMEDY) from error

@@ -8,21 +8,13 @@ As a run's own merges are (bridge/export/merge.py), so that the folder is what i
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
 from bridge.layout.manifest import weight_files
-from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, read_fields
+from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, place_of, read_fields, scale_of
 from megasync.config.errors import ConfigError, refuse_if
 
-OF_EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-PARAMETERS = {  # an expert's weight: the parameter of all experts, and which half of its rows
-    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
-    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
-    **dict.fromkeys(("down_proj", "w2"), ("down_proj", None)),
-}
 Factors = tuple[Any, Any]  # A [rank, columns] and B [rows, rank]; of experts [experts * rank, columns] and [rows, rank * experts]
 
 
@@ -47,7 +39,7 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
         tensors = load_file(file)
         for name, tensor in tensors.items():
             weight = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-            linear, expert, half = _place(name)
+            linear, expert, half = place_of(name)
             if linear in factors:
                 a, b = factors[linear] if expert is None else _of_expert(*factors[linear], rank, expert, half)
                 weight = merge_into(torch.empty_like(weight), weight, a, b, scale)
@@ -58,12 +50,6 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     message = f"{adapter}: adapts {', '.join(missing[:3])}, which {base} does not have as a tensor of its own"
     refuse_if(missing, message, remedy="merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload()")
     finish_folder(target, base)
-
-
-def scale_of(fields: dict[str, Any]) -> float:
-    """What B A is multiplied by, by adapter_config.json."""
-    rank = fields["r"]
-    return float(fields["lora_alpha"] / (math.sqrt(rank) if fields.get("use_rslora") else rank))
 
 
 def _check_base(adapter: Path, base: Path) -> None:
@@ -86,15 +72,6 @@ def factors_of(adapter: Path) -> dict[str, Factors]:
     if not halves:
         raise ConfigError(f"{adapter}: holds no adapter", remedy="take another checkpoint with --step")
     return {linear: (pair["A"], pair["B"]) for linear, pair in halves.items()}
-
-
-def _place(name: str) -> tuple[str, int | None, int | None]:
-    """The linear, or parameter of all experts, that a tensor of the base belongs to; the expert; which half of the rows."""
-    match = OF_EXPERT.fullmatch(name)
-    if match is None or match[3] not in PARAMETERS:
-        return name.removesuffix(".weight"), None, None
-    parameter, half = PARAMETERS[match[3]]
-    return f"{match[1]}.mlp.experts.{parameter}", int(match[2]), half
 
 
 def _of_expert(a: Any, b: Any, rank: int, expert: int, half: int | None) -> Factors:

@@ -5,6 +5,7 @@ Leaves out what config.json may say (folder.py, features.py) and whether the fil
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that are no other numbers than they seem
 EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
 WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA)
+INDEX = "model.safetensors.index.json"
+DOWNLOAD = "download the model again: hf download NAME --local-dir FOLDER"
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
 
 
@@ -29,9 +32,13 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
     predict further tokens.
     """
-    held = _held(folder)
+    held, index = _held(folder), read_index(folder)
     check_held(folder, {name: spec.shape for name, spec in held.items()}, shape, fields)
-    expected = expected_tensors(shape, fields)
+    expected, is_tied = expected_tensors(shape, fields), _is_tied(shape, fields)
+    unnamed = [name for name in expected if index and name not in index and not (is_tied and name == TIED_HEAD)]
+    if unnamed:
+        message = f"{folder / INDEX}: leaves out {len(unnamed)} tensors that its files hold"
+        raise ConfigError(message, left_out=some(unnamed), remedy=f"take weights and index of one download: {DOWNLOAD}")
     if wrong := [f"{name} ({spec.dtype})" for name, spec in held.items() if name in expected and spec.dtype not in DTYPES]:
         message = f"{folder}: {len(wrong)} tensors are not of a dtype that can be trained"
         remedy = "take a folder whose weights are not quantised, or convert them, with their scales, to bfloat16"
@@ -43,7 +50,7 @@ def check_held(
 ) -> None:
     """The same of tensors by their names and shapes, which come from `place`."""
     expected = expected_tensors(shape, fields)
-    is_tied = fields.get("tie_word_embeddings", shape.model_type == GEMMA)
+    is_tied = _is_tied(shape, fields)
     if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
         message = f"{place}: the weights lack {len(missing)} of the tensors that config.json asks for"
         raise ConfigError(message, missing=some(missing), remedy=remedy)
@@ -55,6 +62,26 @@ def check_held(
     if unknown := [name for name in own if name not in expected]:
         message = f"{place}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
         raise ConfigError(message, tensors=some(unknown), remedy=remedy)
+
+
+def _is_tied(shape: ModelShape, fields: Mapping[str, Any]) -> bool:
+    """Whether the output layer is the embeddings; of Gemma it is where config.json says nothing."""
+    return bool(fields.get("tie_word_embeddings", shape.model_type == GEMMA))
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor; {} where there is no index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if all(isinstance(name, str) for name in files.values()):
+            return files
+        problem = "weight_map holds something else than names of files"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = repr(error)
+    raise ConfigError(f"{path}: not an index of safetensors files: {problem}", remedy=DOWNLOAD)
 
 
 def num_parameters(folder: Path) -> int:

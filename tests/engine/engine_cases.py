@@ -259,7 +259,7 @@ def negated_export(path: str) -> dict[str, Any]:
 
 def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
     """Of each sample's response tokens, by the code that training runs; on every rank."""
-    return built._response_values(samples, built._log_probs(built.temperature))
+    return [values for (values,) in built._response_values(samples, built._log_probs(built.temperature))]
 
 
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,6 +130,19 @@ def supervised_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str
     return results
 
 
+def passes_and_updates(path: str, passes: int, case: dict[str, Any]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Metrics of two batches, each in so many passes at once, and in as many updates on the same preparation."""
+    options = {"path": path, "name": "grpo", "num_steps": 2, "kl_coefficient": 0.1, **case}
+    with engine(**options, num_passes=passes) as built:
+        at_once = [built.update(built.prepare(random_samples(16, seed=seed))) for seed in (0, 1)]
+    one_by_one = []
+    with engine(**{**options, "num_steps": 2 * passes}, old_log_probs="separate") as built:
+        for seed in (0, 1):
+            prepared = built.prepare(random_samples(16, seed=seed))
+            one_by_one.append([built.update(prepared) for _ in range(passes)][-1])
+    return at_once, one_by_one
+
+
 def supervised_metrics(path: str, temperatures: list[float]) -> list[dict[str, float]]:
     """Of a first step in runs that would sample at these temperatures."""
     results = []
@@ -181,10 +195,35 @@ def read_at_once_and_in_chunks(path: str, cases: list[dict[str, Any]]) -> list[d
         for chunk_tokens in (8192, 7):
             with engine(path, name="grpo", num_minibatches=2, logits_chunk_tokens=chunk_tokens, **case) as built:
                 with LogitsRecorder(built.mbridge.hf_config.vocab_size) as seen:
-                    matches, metrics = built.greedy_matches(samples), built.update(built.prepare(samples))
+                    matches, metrics = built.held_out(samples), built.update(built.prepare(samples))
                 both[str(chunk_tokens)] = {"metrics": metrics, "matches": matches, "most": seen.most}
         results.append(both)
     return results
+
+
+def held_out_and_trained(path: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of samples with given tokens in their responses, as conversations are: held-out figures, scores, and a step's loss."""
+    results, generator = [], torch.Generator().manual_seed(7)
+    masks = [torch.rand(len(each.response_ids), generator=generator) < 0.5 for each in random_samples(9, seed=5)]
+    pairs = zip(random_samples(9, seed=5), masks, strict=True)
+    samples = [dataclasses.replace(each, is_sampled=mask.numpy() | (mask.sum() == 0).item()) for each, mask in pairs]
+    for case in cases:
+        with engine(path, name="sft", **case) as built:
+            scores = [each[torch.from_numpy(mask)] for each, mask in zip(built.score(samples), _masks(samples), strict=True)]
+            found, metrics = built.held_out(samples), built.update(built.prepare(samples))
+            results.append(
+                {
+                    "found": [tuple(each) for each in found],
+                    "scores": [float(s.double().sum()) for s in scores],
+                    "num_sampled": [each.num_sampled for each in samples],
+                    "loss": metrics["loss/sft"],
+                }
+            )
+    return results
+
+
+def _masks(samples: list[Sample]) -> list[npt.NDArray[np.bool_]]:
+    return [each.is_sampled if len(each.is_sampled) else np.ones(len(each.response_ids), np.bool_) for each in samples]
 
 
 def spoilt(samples: list[Sample], how: str) -> list[Sample]:

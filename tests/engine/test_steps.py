@@ -35,9 +35,20 @@ def test_logits_in_chunks_are_never_whole_and_change_nothing(root: Path) -> None
         whole, parts = both["8192"], both["7"]
         tolerance = 2e-2 if "dtype" in case else 1e-5
         assert parts["metrics"] == pytest.approx(whole["metrics"], rel=tolerance, abs=tolerance), case
-        assert parts["matches"] == whole["matches"]
+        for mine, other in zip(parts["matches"], whole["matches"], strict=True):
+            assert mine == pytest.approx(other, rel=tolerance)
         assert parts["most"] <= 7
         assert whole["most"] > 7 * 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_held_out_loss_is_that_of_a_step_on_the_same_samples(model: str, num_ranks: int) -> None:
+    """Of the sampled tokens of each response alone, whatever the wrap and the ranks."""
+    arguments = {"path": model, "cases": [{"wrap": wrap} for wrap in WRAPS]}
+    for result in run_ranks(num_ranks, "tests.engine.step_cases:held_out_and_trained", arguments)[0]:
+        numbers, log_probs, _ = zip(*result["found"], strict=True)
+        assert list(numbers) == result["num_sampled"] and log_probs == pytest.approx(result["scores"], rel=1e-6)
+        assert -sum(log_probs) / sum(numbers) == pytest.approx(result["loss"], rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ old log-probs
@@ -89,6 +100,17 @@ def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str) -> None:
     for case, ratios in zip(cases, results, strict=True):
         print(case, ratios)
         assert max(abs(ratio - 1) for ratio in ratios) < 1e-6
+
+
+def test_passes_over_a_batch_are_updates_on_the_same_old_log_probs(model: str) -> None:
+    decay = {"optimizer": {"learning_rate": 3e-3, "decay": "linear"}}
+    arguments = {"path": model, "passes": 3, "case": {"wrap": "ddp", "num_minibatches": 2, **decay}}
+    at_once, one_by_one = run_ranks(1, "tests.engine.step_cases:passes_and_updates", arguments)[0]
+    for together, last in zip(at_once, one_by_one, strict=True):
+        print(together["ratio/mean"], last["ratio/mean"], together["learning_rate"], last["learning_rate"])
+        assert together["ratio/first_minibatch_mean"] == 1 != last["ratio/first_minibatch_mean"]
+        assert together["learning_rate"] == last["learning_rate"], "the schedule counts all of them"
+    assert at_once[1]["learning_rate"] < at_once[0]["learning_rate"]
 
 
 # ---------------------------------------------------------------------------------------------------------- objectives

@@ -28,8 +28,12 @@ def write_peft_adapter(
     alpha: int = 8,
     modules: tuple[str, ...] = (),
     parameters: tuple[str, ...] = (),
+    start: str = "",
 ) -> Path:
-    """A PEFT adapter with random A and B on all linears, or `modules` and `parameters`; `shared`: fused linears have one A."""
+    """A PEFT adapter with random A and B on all linears, or `modules` and `parameters`; `shared`: fused linears have one A.
+
+    `start`: another one of PEFT's `init_lora_weights`, in which A and B are random, too.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -37,10 +41,12 @@ def write_peft_adapter(
     targets = list(modules) or ["q_proj", "k_proj", "v_proj", "o_proj"]
     targets += [] if modules or parameters else ["gate_proj", "up_proj", "down_proj"]
     given = {"target_modules": targets, "target_parameters": list(parameters) or None}
-    config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=False, task_type="CAUSAL_LM", **given)
+    config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=start or False, task_type="CAUSAL_LM", **given)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config)
     named = dict(model.named_parameters())
     for name, parameter in named.items():
+        if "lora_" in name and start:
+            torch.nn.init.normal_(parameter.data, std=0.1)
         if "lora_A" in name and shared:
             one = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj")
             parameter.data.copy_(named[one].data)

@@ -308,9 +308,9 @@ def test_what_does_not_fit_is_refused(root: Path, model: str, shared: str, apart
         "another base model, elsewhere/other": {
             "adapter_path": changed(shared, root / "base", fields={"base_model_name_or_path": "elsewhere/other"})
         },
-        "use_dora=True is not supported": {"adapter_path": changed(shared, root / "dora", fields={"use_dora": True})},
+        "use_dora = True is not supported": {"adapter_path": changed(shared, root / "dora", fields={"use_dora": True})},
         "has only lora_A": {"adapter_path": changed(shared, root / "half", drop="layers.2.mlp.down_proj.lora_B")},
-        "the model needs [4, 128]": {"adapter_path": changed(shared, root / "narrow", reshape=True)},
+        "they are [4, 256]": {"adapter_path": changed(shared, root / "narrow", reshape=True)},
     }
     arguments = {"path": model, "cases": [{**LORA, **case} for case in cases.values()]}
     for words, message in zip(cases, run_ranks(1, "tests.engine.model.lora_cases:refusals", arguments)[0], strict=True):

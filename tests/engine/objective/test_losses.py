@@ -302,6 +302,21 @@ def test_the_total_loss_is_all_that_has_gradients() -> None:
     assert metrics["loss/total"] == pytest.approx(3.0 + 0.1 * 3.3)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({}, {"importance/mean", "importance/ess"}),
+        ({"kl_coefficient": 0.01}, {"importance/mean", "importance/ess", "loss/kl"}),
+        ({"importance_correction": "none"}, set()),
+        ({"importance_correction": "mask"}, {"importance/mean", "importance/ess", "importance/masked_fraction"}),
+    ],
+)
+def test_what_is_not_measured_has_no_metric(algorithm: dict[str, Any], expected: set[str]) -> None:
+    step = dict.fromkeys((*SUMS["grpo"], "balance", "grad_norm", "learning_rate", "skipped"), 0.0)
+    found = {key for key in step_metrics([step], AlgorithmConfig(**algorithm)) if key.startswith(("importance/", "loss/k"))}
+    assert found == expected
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.floats(0.01, 5), min_size=1, max_size=20), st.floats(0.1, 10))
 def test_effective_share_is_one_for_equal_weights_and_least_for_a_single_one(weights: list[float], scale: float) -> None:

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from engine.attention.windows import layer_windows
+from engine.config import FAMILIES
+from megasync.config.errors import ConfigError
 from megasync.hf.features import QUERY_RANK, ROUTER_DEFAULTS
-from megasync.hf.folder import DEFAULT_SIZES, check_model_folder
+from megasync.hf.folder import DEFAULT_SIZES, check_model_config, check_model_folder
 from tests.support.config_files import MODEL, cannot_run, model_refused, write, write_model, write_runnable
+from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.fixture
@@ -82,6 +86,9 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
     assert "llama, mistral, qwen2, qwen3" in message
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -90,6 +97,15 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "attention_factor": 1.0}}, "'yarn' with attention_factor"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling beside rope_parameters, which says otherwise"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "beside"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "default"}, "rope_parameters": None}, "rope_type beside another type"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope scaling with factor = 0 is not supported"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor = 4.0, not below high_freq_factor = 4.0"),
+        ({"head_dim": None}, "head_dim = None: a whole number is expected"),
+        ({"attention_dropout": None}, "attention_dropout = None: a number is expected"),
+        ({"id2label": "x"}, "id2label = 'x': an object is expected"),
+        ({"dtype": []}, "dtype = []: is no dtype"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial rotary embedding (partial_rotary_factor = 0.5)"),
         ({"attention_bias": True}, "attention_bias"),
@@ -97,6 +113,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
         ({"model_type": "qwen2", "head_dim": 64}, "head_dim = 64 on qwen2, where vLLM takes hidden_size / num_attention_heads"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "a quantised checkpoint (compression_config)"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': true or false is expected"),
@@ -126,10 +143,43 @@ def test_unsupported_models(tmp_path: Path, changes: dict[str, object], word: st
     assert "remedy:" in message
 
 
+def test_a_file_by_which_vllm_takes_weights_for_quantised(tmp_path: Path) -> None:
+    write(write_model(tmp_path) / "hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')
+    assert "a quantised checkpoint (hf_quant_config.json)" in model_refused(tmp_path)
+
+
 def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
     check_model_folder(write_model(tmp_path, rope_scaling=None, sliding_window=None, layer_types=["full_attention"] * 4))
     check_model_folder(write_model(tmp_path, rope_scaling={"rope_type": "default"}, rope_parameters=None))
-    check_model_folder(write_model(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_parameters=None))
+    linear = {"type": "linear", "factor": 2}
+    check_model_folder(write_model(tmp_path, rope_scaling=linear, rope_parameters=None))
+    said_twice = {"rope_type": "linear", "factor": 2, "rope_theta": 1e4}
+    check_model_folder(write_model(tmp_path, rope_scaling=linear, rope_parameters=said_twice))
+    check_model_folder(write_model(tmp_path, rope_scaling={}, rope_parameters=LLAMA3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_passes_is_what_transformers_reads(tmp_path: Path, family: str) -> None:
+    """Of every field of its config class: else ranks and vLLM refuse it, minutes later. An initializer_range is at most 1."""
+    from transformers import AutoConfig
+
+    path = write_tiny_model(tmp_path, family, num_hidden_layers=2) / "config.json"
+    written = json.loads(path.read_text())
+    fields = {*written, *AutoConfig.for_model(family).to_dict()} - {"model_type", "architectures"}
+    check_model_config(tmp_path)
+    wrong = []
+    for name in sorted(fields):
+        for value in (None, "x", 1.5, True, [], 0, 3):
+            path.write_text(json.dumps(written | {name: value}))
+            try:
+                check_model_config(tmp_path)
+            except ConfigError:
+                continue
+            try:
+                AutoConfig.from_pretrained(tmp_path)
+            except Exception as error:  # noqa: BLE001 # of huggingface_hub's validators, none of which is public
+                wrong.append((name, value, type(error).__name__))
+    assert [found for found in wrong if found[:2] != ("initializer_range", 1.5)] == []
 
 
 SLIDES = {"use_sliding_window": True, "sliding_window": 64}
@@ -251,6 +301,76 @@ def test_safetensors_that_are_none(tmp_path: Path) -> None:
     assert "holds no *.safetensors" in model_refused(tmp_path)
 
 
+def write_shards(folder: Path, **other: object) -> dict[str, str]:
+    """A model in two files, with their index; `other`: what the index says of some tensors instead, None: nothing."""
+    whole = write_model(folder) / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in places if places[name] == file}, folder / file)
+    index = {name: file for name, file in (places | other).items() if file is not None}
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    return places
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_an_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+    places = write_shards(tmp_path)
+    check_model_folder(tmp_path)
+    other = FIRST if places[TENSOR] == SECOND else SECOND
+    write_shards(tmp_path, **{TENSOR: other})
+    message = model_refused(tmp_path)
+    assert f"{INDEX}: names {other} for {TENSOR}, which is in {places[TENSOR]}" in message and "remedy:" in message
+    write_shards(tmp_path, no_such_tensor=FIRST)
+    assert f"names {FIRST} for no_such_tensor, which is in no file" in model_refused(tmp_path)
+    write_shards(tmp_path, **{TENSOR: None})
+    message = model_refused(tmp_path)
+    assert f"{INDEX}: leaves out 1 tensors that its files hold" in message and f"left out: {TENSOR}" in message
+    write_shards(tmp_path, **{TENSOR: 3})
+    assert "weight_map holds something else than names of files" in model_refused(tmp_path)
+
+
+def test_no_tensor_is_in_two_files_that_are_read(tmp_path: Path) -> None:
+    """Which of them counts would be another one for the engine, vLLM and transformers."""
+    write_shards(tmp_path)
+    first, second = load_file(tmp_path / FIRST), load_file(tmp_path / SECOND)
+    save_file(second | {name: first[name] for name in list(first)[:1]}, tmp_path / SECOND)
+    assert f"{SECOND} and {FIRST} both hold {next(iter(first))}" in model_refused(tmp_path)
+    save_file(second, tmp_path / SECOND)
+    save_file(first | second, tmp_path / "model.safetensors")
+    assert "holds model.safetensors and the index of other files" in model_refused(tmp_path)
+    (tmp_path / INDEX).unlink()
+    check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json", INDEX])
+def test_a_link_of_the_hubs_cache_whose_blob_is_gone(runnable: Path, name: str) -> None:
+    """A generation_config.json would be taken for none, an index too; the others for files that a user may not read."""
+    path = runnable.parent / "model" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("../../blobs/0123abcd")
+    message = cannot_run(runnable)
+    assert f"{path}: is a link to ../../blobs/0123abcd, which is not there" in message and "cp -rL" in message
+    path.unlink()
+    (runnable.parent / "model" / "README.md").symlink_to("../../blobs/none")
+    if name in ("generation_config.json", INDEX):
+        check_model_folder(runnable.parent / "model")
+
+
+def test_links_of_a_whole_cache_are_followed(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in model.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    check_model_folder(snapshot)
+
+
 def test_index_with_missing_shards(tmp_path: Path) -> None:
     write_model(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
@@ -260,5 +380,6 @@ def test_index_with_missing_shards(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"weight_map": []}', "[]"):
         index.write_text(text)
         assert "not an index" in model_refused(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    names = load_file(tmp_path / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
     check_model_folder(tmp_path)
