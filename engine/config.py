@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic import PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
+NAME_BYTES, PATH_BYTES = 255, 3800  # Linux' NAME_MAX, and PATH_MAX less what lies below a folder of ours
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
 MOE_FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
@@ -40,7 +41,14 @@ def _with_home(value: str) -> str:
     if path.startswith("~"):
         lines = {"choices": "~ and ~USER for home folders that there are", "example": f"./{value}"}
         raise PydanticCustomError("home", "there is no such home folder", lines)
+    if max(map(_num_bytes, path.split("/"))) > NAME_BYTES or _num_bytes(path) > PATH_BYTES:
+        limits = f"names of up to {NAME_BYTES} bytes, up to {PATH_BYTES} together"
+        raise PydanticCustomError("long_path", "no file has so long a name", {"choices": limits, "example": "./FOLDER"})
     return path
+
+
+def _num_bytes(name: str) -> int:
+    return len(name.encode(errors="surrogatepass"))
 
 
 FilePath = Annotated[str, AfterValidator(_with_home)]
@@ -112,6 +120,49 @@ LatentTarget = Literal["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"] | LatentTarget
 LORA_TARGETS: tuple[LoraTarget, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LATENT_TARGETS: tuple[LoraTarget, ...] = ("linear_proj", *get_args(LatentTarget))  # of multi-latent attention
+ALL_TARGETS: tuple[LoraTarget, ...] = (*LORA_TARGETS, *get_args(LatentTarget))
+TARGET_OF: dict[str, LoraTarget] = {  # Hugging Face's linears, by the megatron-core linear that they are fused into
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "q_a_proj": "linear_q_down_proj",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "kv_b_proj": "linear_kv_up_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+}
+OTHER_TARGETS: dict[str, LoraTarget] = {  # and vLLM's, Mixtral's, and those of adapters that fuse nothing (Megatron-Bridge)
+    **TARGET_OF,
+    **dict.fromkeys(("qkv_proj", "linear_q", "linear_k", "linear_v", "linear_q_proj", "linear_kv_proj"), LORA_TARGETS[0]),
+    **dict.fromkeys(("gate_up_proj", "linear_fc1_gate", "linear_fc1_up", "fc1", "w1", "w3"), LORA_TARGETS[2]),
+    **dict.fromkeys(("fc2", "w2"), LORA_TARGETS[3]),
+}
+
+
+def _by_own_names(value: object) -> object:
+    """A list with names of other libraries is refused with the same list in ours."""
+    given = _as_tuple(value)
+    names = [name for name in given if isinstance(name, str)] if isinstance(given, tuple) else []
+    takes_all = bool({"all", "all-linear"} & set(names))
+    own = {name: name if name in ALL_TARGETS else OTHER_TARGETS.get(name.rpartition(".")[2]) for name in names}
+    others = [f"{name} lies in {own[name]}" for name in names if own[name] not in (name, None)]
+    if not takes_all and not others:
+        return value
+    problem = "all linears are the default; leave it out" if takes_all else "; ".join(others)
+    example = LORA_TARGETS if takes_all else tuple(dict.fromkeys(filter(None, own.values())))
+    lines = {"problem": problem, "choices": ", ".join(ALL_TARGETS), "example": f"[{','.join(example)}]"}
+    raise PydanticCustomError("lora_targets", "linears are named as in megatron-core: {problem}", lines)
+
+
+def _without_guess(name: object) -> object:
+    """Of a name that is unlike ours none is nearest: o_proj, say, is unlike c_proj."""
+    if not isinstance(name, str) or name in ALL_TARGETS or name.startswith("linear_"):
+        return name
+    lines = {"choices": ", ".join(ALL_TARGETS), "example": f"[{','.join(LORA_TARGETS)}]"}
+    raise PydanticCustomError("lora_target", "no linear of megatron-core's layers", lines)
 
 
 class LoraConfig(Section):
@@ -123,8 +174,11 @@ class LoraConfig(Section):
     """The adapters' product is scaled by alpha / rank."""
     dropout: FractionBelowOne = 0.0
     """Of the adapters' inputs, in training and for the old log-probs, with the same masks."""
-    targets: Annotated[tuple[LoraTarget, ...], *OneOrMore] = LORA_TARGETS
-    """Linears of megatron-core's layers."""
+    targets: Annotated[
+        tuple[Annotated[LoraTarget, BeforeValidator(_without_guess)], ...], *OneOrMore, BeforeValidator(_by_own_names)
+    ] = LORA_TARGETS
+    """Linears of megatron-core's layers: linear_qkv is Hugging Face's q_proj, k_proj and v_proj; linear_proj o_proj; linear_fc1
+    gate_proj and up_proj; linear_fc2 down_proj."""
     rslora: bool = False
     """Rank-stabilised (arXiv:2312.03732): alpha / sqrt(rank) in place of alpha / rank."""
     sync: Literal["merged", "adapter"] = "merged"
@@ -179,11 +233,27 @@ class EngineConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+PRESETS: dict[str, dict[str, Any]] = {  # published algorithms as keys of `algorithm`; sources in docs/algorithms.md
+    "grpo": {"loss_aggregation": "sequence_mean", "clip_high": 0.2, "kl_coefficient": 0.04},
+    "dr_grpo": {"clip_high": 0.2, "loss_aggregation": "constant_length", "normalize_advantage_by_std": False},
+    "dapo": {
+        "clip_high": 0.28, "loss_aggregation": "token_mean", "truncated": "penalise", "overlong_buffer": 200,
+        "filter_groups": True,
+    },
+    "gspo": {
+        "ratio_level": "sequence", "loss_aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4, "num_minibatches": 4,
+    },
+    "rloo": {"baseline": "leave_one_out", "loss_aggregation": "constant_length", "normalize_advantage_by_std": False},
+}  # fmt: skip
+
+
 class AlgorithmConfig(Section):
     """The loss. GRPO: arXiv:2402.03300; clip-higher and token mean: DAPO, arXiv:2503.14476."""
 
     name: Literal["grpo", "sft"] = "grpo"
     """grpo: rollouts with rewards; sft: supervised steps on the data's answers."""
+    preset: Literal["none", "grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "none"
+    """Sets the keys below as a published algorithm has them (docs/algorithms.md); those that are given beside it win."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The ratio of new to old probabilities counts down to 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.28
@@ -227,8 +297,16 @@ class AlgorithmConfig(Section):
     filter_factor: PositiveInt = 3
     """filter_groups: at most so many times as many prompts as a batch has; then it trains on what there is."""
     num_minibatches: PositiveInt = 1
-    """Optimizer steps a batch."""
+    """Parts of a batch, an optimizer step each."""
+    num_passes: PositiveInt = 1
+    """How many times a batch is trained on, all of its mini-batches in turn (mu of GRPO, epochs of PPO); the old log-probs are
+    of the weights before the first."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is not finite does: stop the run, or skip the optimizer step and count it."""
     old_log_probs: Literal["auto", "separate"] = "auto"
     """auto: with one optimizer step a batch, taken from the training pass; separate: always from a pass of their own."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps."""
+        return self.num_minibatches * self.num_passes

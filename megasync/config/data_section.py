@@ -19,6 +19,7 @@ MinP = Annotated[float, Field(ge=0, lt=1)]
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2  # vLLM raises what is lower and refuses what is higher (sampling_params.py)
 EVAL_NAME = re.compile(r"[\w-]+")
 TRAIN_SET = "train"  # in samples.jsonl what an evaluation set's name is for its samples
+TURN_REWARDS = "turn_rewards"  # in `info` of an episode in samples.jsonl: what its environment's steps gave, in their order
 
 
 def _eval_temperature(value: float) -> float:
@@ -85,19 +86,19 @@ EvalSets = Annotated[dict[str, EvalSet], BeforeValidator(_eval_names), AfterVali
 
 
 class DataConfig(Section):
-    """JSONL or Parquet files, folders of them, or folders that datasets.save_to_disk wrote."""
+    """JSONL, JSON, CSV, Parquet or Arrow files, folders of their shards, or folders that datasets.save_to_disk wrote."""
 
     train: FilePath = ""
     """The file or folder to train on."""
     split: str = ""
     """Of data.train where it is a folder with several, such as train."""
     eval: Annotated[Annotated[FilePath, Tag("*path")] | Annotated[EvalSets, Tag("*sets")], Discriminator(_eval_form)] = ""
-    """Held-out file, of which eval/reward is the mean reward of greedy responses (sft: eval/accuracy); or sets by name, such as
+    """Held-out file; eval/reward is its mean reward of greedy responses (sft: eval/loss); or sets by name, such as
     {math: {path: math.jsonl, samples: 4, temperature: 1.0}}; empty: none."""
     prompt_key: str = "question"
-    """Column of prompts: texts, or lists of messages with role and content; a.b is field b of column a."""
+    """Column of prompts: texts, or lists of messages (sft: also whole conversations); a.b is field b of column a."""
     answer_key: str = "answer"
-    """Column of answers, which the reward gets; a.b is field b of column a."""
+    """Column of answers, which the reward gets (sft: which are trained, texts or messages); a.b is field b of column a."""
     batch_size: PositiveInt = 256
     """Prompts a step; sft: examples a step."""
     shuffle: bool = True

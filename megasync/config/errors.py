@@ -13,11 +13,13 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 SPEAKER_SECONDS = 10.0  # by which ranks come to the same error at different times
 LEAST_LIKENESS = 0.65  # of names of which one may be meant by the other
+LEAST_LENGTH = 0.7  # of the shorter one, as a share of the longer
 
 
 def explain(headline: str, **lines: str) -> str:
@@ -32,6 +34,57 @@ class ConfigError(ValueError):
 
     def __init__(self, headline: str, **lines: str) -> None:
         super().__init__(explain(headline, **lines))
+        self.headline, self.lines, self.parts = headline, lines, [self]
+
+
+def together(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that says all of them, and last how many; each in few lines, so that many can be read: choices only where the
+    remedy is one of them, and the source once where all have the same.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    sources = {error.lines.get("given_in", "") for error in errors}
+    shown = dict[str, None]()
+    for error in errors:
+        remedy = error.lines.get("remedy", "")
+        drops = {
+            "nearest",
+            *(["given_in"] if len(sources) == 1 else []),
+            *([] if "choices" in remedy or not remedy else ["choices"]),
+        }
+        shown[explain(error.headline, **{name: text for name, text in error.lines.items() if name not in drops})] = None
+    source = f" in {sources.pop()}" if len(sources) == 1 and any(sources) else ""
+    all_of_them = ConfigError("\n".join([*shown, f"{len(shown)} errors{source}; nothing was started"]))
+    all_of_them.parts = list(errors)
+    return all_of_them
+
+
+class Found:
+    """Errors of several checks, which are all made before the first one is raised.
+
+    found = Found()
+    with found.more():
+        check_one(config)
+    with found.more():
+        check_other(config)
+    found.stop()
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    @contextmanager
+    def more(self) -> Iterator[None]:
+        """What is raised in the block is kept for later."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors += error.parts
+
+    def stop(self) -> None:
+        """Raise what was found, if anything was."""
+        if self.errors:
+            raise together(self.errors)
 
 
 def refuse_if(is_wrong: object, message: str, **lines: str) -> None:
@@ -61,7 +114,13 @@ def nearest_name(word: str, names: Iterable[str]) -> str:
 
 
 def _likeness(word: str, other: str) -> float:
-    """From 0 to 1; slips seldom hit the first letter, so that `question` is less like `solution` than their letters are."""
+    """From 0 to 1. Slips seldom hit the first letter, so that `question` is less like `solution` than their letters are; and they
+    leave the length as it is, so that max_num_batched_tokens is not max_new_tokens, where no words are left out.
+    """
+    words, others = set(word.split("_")), set(other.split("_"))
+    shorter, longer = sorted((len(word), len(other)))
+    if shorter < LEAST_LENGTH * longer and not (words <= others or others <= words):
+        return 0.0
     ratio = difflib.SequenceMatcher(None, word, other).ratio()
     return ratio if word[:1] == other[:1] else 0.85 * ratio
 
@@ -88,6 +147,10 @@ def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
 
 def unusable(error: OSError) -> str:
     """`error` names its file."""
+    path = Path(os.fsdecode(error.filename2 or error.filename))
+    if error.errno == errno.ENOENT and path.is_symlink():
+        remedy = "put its target there, or a file in place of the link"
+        return explain(f"{path}: is a link to {path.readlink()}, which is not there", remedy=remedy)
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "make room there, or name one on another disk" if is_full else "name one that this user can read, or write"
     return explain(f"{error.filename2 or error.filename}: {error.strerror}", remedy=remedy)

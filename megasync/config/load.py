@@ -18,14 +18,24 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from typing_extensions import TypeVar
 
-from megasync.config.errors import ConfigError, nearest_name
+from engine.config import PRESETS
+from megasync.config import others
+from megasync.config.errors import ConfigError, Found, nearest_name
 from megasync.config.files import write_atomically
-from megasync.config.keys import ADVICE, ANY_NAME, all_keys, below, bounds, choices, item_of, kind_of, nearest_key, with_any_name
+from megasync.config.keys import ANY_NAME, all_keys, below, bounds, choices, item_of, kind_of, nearest_key, with_any_name
 from megasync.config.schema import Config
 
 COMMAND_LINE = "the command line"
+NAMED = {("data", "eval"), ("rollout", "reward")}  # mappings of the user's names
+EMPTY: dict[tuple[str, ...], Any] = {  # what null stands for
+    ("data", "eval"): "",
+    ("data", "chat_template_arguments"): {},
+    ("engine", "overrides"): {},
+    ("rollout", "engine_arguments"): {},
+}
 Root = TypeVar("Root", bound=Config, default=Config)
 Sources = dict[tuple[str, ...], str]  # where each value was given, by its path
 KINDS = {
@@ -38,22 +48,36 @@ KINDS = {
 }
 ITEMS = {int: "whole numbers", str: "texts"}
 EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
-OTHER_NAMES = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}  # unlike the choice that is meant
+OTHER_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}  # unlike the choice that is meant
 OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root] = Config) -> Root:  # type: ignore[assignment]
     """Raises ConfigError for anything that is not a config of the model `root`."""
-    nested, sources = root().model_dump(), Sources()
+    found, given = Found(), list[tuple[list[str], Any, str]]()  # a path, a value, its source
     for source, mapping in _read_layers(Path(path), ()):
-        _merge(nested, mapping, (), source, sources)
+        given += [([str(name)], value, source) for name, value in mapping.items()]
     for override in overrides:
-        _merge(nested, _read_override(override, root), (), COMMAND_LINE, sources)
+        with found.more():
+            given.append((*_read_override(override, root), COMMAND_LINE))
+    nested, sources = _laid_over(root().model_dump(), given)
+    preset = nested["algorithm"].get("preset") if isinstance(nested.get("algorithm"), dict) else None
+    if isinstance(preset, str) and preset in PRESETS:
+        preset_keys = (["algorithm"], PRESETS[preset], f"algorithm.preset={preset}")
+        nested, sources = _laid_over(root().model_dump(), [preset_keys, *given])
     try:
-        return root.model_validate(_interpolate(nested, sources))
+        config = root.model_validate(_interpolate(nested, sources))
     except ValidationError as error:
-        raise explain_invalid(error, root, sources) from error
+        found.errors += explain_invalid(error, root, sources)
+    found.stop()
+    return config
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -128,8 +152,8 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _read_override(override: str, root: type[Config]) -> dict[str, Any]:
-    """The one value as a nested mapping; what is for a text key is the text as typed: run.name=1e3, data.eval=."""
+def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
+    """Path and value; what is for a text key is the text as typed: run.name=1e3, data.eval=."""
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         is_flag = key.startswith("-") and equals
@@ -148,20 +172,38 @@ def _read_override(override: str, root: type[Config]) -> dict[str, Any]:
     field = keys.get(".".join(with_any_name(keys, key.split("."))))
     if field and kind_of(field) is str and (not text or isinstance(nested, bool | int | float)):
         nested = text
-    for name in reversed(key.split(".")):
-        nested = {name: nested}
-    assert isinstance(nested, dict)
-    return nested
+    return key.split("."), nested
 
 
-def _merge(into: dict[str, Any], layer: Mapping[Any, Any], above: tuple[str, ...], source: str, sources: Sources) -> None:
-    """Lays `layer` over `into`: mappings key by key, anything else whole; a section without anything in it changes nothing."""
-    for raw_name, value in layer.items():
-        name, old = str(raw_name), into.get(str(raw_name))
-        if isinstance(old, dict) and isinstance(value, Mapping):
-            _merge(old, value, (*above, name), source, sources)
-        elif value is not None or not isinstance(old, dict):
-            into[name], sources[*above, name] = _with_text_names(value) if isinstance(old, str) else value, source
+def _laid_over(nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str]]) -> tuple[dict[str, Any], Sources]:
+    """The nested mapping with each value at its path, the last one on top, and where each comes from."""
+    sources = Sources()
+    for (*above, name), value, source in given:
+        into = nested
+        for depth, part in enumerate(above, 1):
+            if not isinstance(into.get(part), dict):
+                into[part], sources[tuple(above[:depth])] = {}, source
+            into = into[part]
+        _put(into, name, value, tuple(above), source, sources)
+    return nested, sources
+
+
+def _put(into: dict[str, Any], name: str, value: Any, above: tuple[str, ...], source: str, sources: Sources) -> None:
+    """Mappings are merged key by key, anything else is taken whole; a section without anything in it changes nothing.
+
+    Of a mapping of NAMED only the names that are given stay, and null empties it, or one of others' fields.
+    """
+    path, old = (*above, name), into.get(name)
+    if isinstance(old, dict) and isinstance(value, Mapping):
+        names = {str(each) for each in value}
+        for left_out in [each for each in old if each not in names] if path in NAMED else ():
+            del old[left_out]
+        for raw_name, inner in value.items():
+            _put(old, str(raw_name), inner, path, source, sources)
+    elif value is None and path in EMPTY:
+        into[name], sources[path] = EMPTY[path], source
+    elif value is not None or not isinstance(old, dict) or path in NAMED:
+        into[name], sources[path] = _with_text_names(value) if isinstance(old, str) else value, source
 
 
 def _with_text_names(value: Any) -> Any:
@@ -183,15 +225,31 @@ def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:
         raise ConfigError(headline, given_in=source, remedy=remedy) from error
 
 
-def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapping[tuple[str, ...], str]) -> ConfigError:
-    """The first thing that is wrong, unknown keys before others."""
-    found = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapping[tuple[str, ...], str]) -> list[ConfigError]:
+    """All that is wrong, unknown keys before others."""
+    keys, order = all_keys(root), sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    return [_explained({**found, **leaf}, keys, sources) for found in order for leaf in _leaves(found)]  # type: ignore[typeddict-item]
+
+
+def _leaves(found: ErrorDetails) -> list[dict[str, Any]]:
+    """The keys of a section that is not there, each with its value; of all else the error's own."""
+    left, leaves = [(found["loc"], found["input"])], []
+    while left:
+        path, value = left.pop(0)
+        if found["type"] == "extra_forbidden" and isinstance(value, Mapping) and value:
+            left[:0] = [((*path, str(name)), inner) for name, inner in value.items()]
+        else:
+            leaves.append({"loc": path, "input": value})
+    return leaves
+
+
+def _explained(found: ErrorDetails, keys: Mapping[str, FieldInfo], sources: Mapping[tuple[str, ...], str]) -> ConfigError:
     path = tuple(str(part) for part in found["loc"] if not str(part).startswith("*"))  # without the tags of unions
-    keys, value, context = all_keys(root), found["input"], found.get("ctx", {})
+    value, context = found["input"], found.get("ctx", {})
     known = [source for end in range(len(path) + 1) if (source := sources.get(path[:end]))]
     given_in = known[-1] if known else "the defaults"
     if found["type"] == "extra_forbidden":
-        return _unknown_key(keys, path, value, given_in)
+        return _unknown_key(keys, path, given_in)
     generic = with_any_name(keys, path)
     end = next(end for end in range(len(path), 0, -1) if ".".join(generic[:end]) in keys)  # without a list's index
     key, field = ".".join(path[:end]), keys[".".join(generic[:end])]
@@ -202,10 +260,7 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
         return ConfigError(f"{key} = {value}: out of range", given_in=given_in, allowed=bounds(field), remedy=remedy)
     lines = {"given_in": given_in, "choices": ", ".join(allowed)}
     if found["type"] == "literal_error" and isinstance(value, str):
-        other = OTHER_NAMES.get(value.lower(), "")
-        near = other if other in allowed else nearest_name(value, allowed)
-        lines |= {"nearest": near, "remedy": f"write {key}={near}" if near else "write one of the choices"}
-        return ConfigError(f"{message}: not one of the choices", **lines)
+        return ConfigError(f"{message}: not one of the choices", **lines, **_other_choice(key, value, allowed))
     if "example" in context:  # from a validator of ours, which says what it expects
         remedy = f"write for example {key}={context['example']}"
         return ConfigError(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy)
@@ -219,21 +274,33 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
     return ConfigError(f"{message}: {expected} is expected", **lines, remedy=remedy)
 
 
-def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], value: object, given_in: str) -> ConfigError:
-    section = ".".join(path[:-1])
-    while isinstance(value, Mapping) and len(value) == 1:  # optimizer: {lr: 1} is optimizer.lr
-        ((inner, value),) = value.items()
-        path = (*path, str(inner))
-    unknown, generic = ".".join(path), with_any_name(keys, path)
+def _other_choice(key: str, value: str, allowed: Sequence[str]) -> dict[str, str]:
+    """The nearest of the choices, and the remedy."""
+    if advice := others.VALUES.get((key, value.lower())):
+        return {"remedy": advice}
+    other = OTHER_NAMES.get(value.lower(), "")
+    near = other if other in allowed else nearest_name(value, allowed)
+    return {"nearest": near, "remedy": f"write {key}={near}" if near else "write one of the choices"}
+
+
+def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], given_in: str) -> ConfigError:
+    section = next(above for end in range(len(path) - 1, -1, -1) if (above := ".".join(path[:end])) in keys or not end)
+    unknown, has_dot = ".".join(path), any("." in part for part in path)
+    path = tuple(unknown.split("."))
+    generic = with_any_name(keys, path)
     section = ".".join(generic[: section.count(".") + 1]) if section else ""
-    nearest = nearest_key(keys, ".".join(generic))
+    lines = {"given_in": given_in}
+    if has_dot and ".".join(generic) in keys:
+        remedy = f"write {''.join(f'{part}: {{' for part in path[:-1])}{path[-1]}: ...{'}' * (len(path) - 1)}"
+        return ConfigError(f"{unknown}: a name in a YAML file has no dots, each section is a mapping", **lines, remedy=remedy)
+    if path[0] in ELSEWHERE:
+        remedy = f"take {path[0]} out: a run does without it; {ELSEWHERE[path[0]]} --config FILE reads it"
+        return ConfigError(f"{unknown}: there is no such key", **lines, choices=", ".join(below(keys, section)), remedy=remedy)
+    nearest, advice = nearest_key(keys, ".".join(generic))
     given_names = [name for name, part in zip(path, generic, strict=True) if part == ANY_NAME]
     nearest = nearest.replace(ANY_NAME, given_names[0]) if given_names else nearest
-    remedy = f"write {nearest} instead" if nearest else "take the key out, or write one of the choices"
-    remedy = remedy if nearest else ADVICE.get(path[-1], remedy)
-    if path[0] in ELSEWHERE:
-        nearest, remedy = "", f"take {path[0]} out: a run does without it; {ELSEWHERE[path[0]]} --config FILE reads it"
-    lines = {"given_in": given_in, "nearest": nearest, "choices": ", ".join(below(keys, section)), "remedy": remedy}
+    remedy = f"write {nearest} instead" if nearest else advice or "take the key out, or write one of the choices"
+    lines |= {"nearest": nearest, "choices": ", ".join(below(keys, section)), "remedy": remedy}
     return ConfigError(f"{unknown}: there is no such key", **lines)
 
 

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megasync.config.errors import ConfigError
+from megasync.config.own_packages import PACKAGES, hidden, rename
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -27,6 +28,11 @@ def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
         ConfigError: the module cannot be imported; the message begins with the headline.
     """
     module_name, _, name = path.partition(":")
+    files = hidden(Path.cwd())
+    if (top := module_name.partition(".")[0]) in PACKAGES and top != "megasync":
+        own = [file for file in files if file.partition(".")[0].partition("/")[0] == top]
+        remedy = rename(own) or f"name a module of yours; {top} is a package of megasync's own"
+        raise ConfigError(f"{headline}: {top} is a package of megasync's own", remedy=remedy)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
@@ -34,6 +40,7 @@ def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
         remedy = f"the module was found: correct it, or install what it imports, until `python -c 'import {module_name}'` works"
         if is_missing:
             remedy = "start where the module can be imported, or set PYTHONPATH"
+        remedy += f"; and {rename(files)}" if files else ""
         if module_name.endswith(".py"):
             remedy = f"write {module_name.removesuffix('.py')}:{name}, without the file's .py"
         raise ConfigError(f"{headline}: cannot be imported: {type(error).__name__}: {error}", remedy=remedy) from error

@@ -3,6 +3,7 @@
 driver.py       runs within a Ray job: one actor a trainer rank
 cluster_room.py whether a run fits into a cluster's nodes
 render.py       job files for Slurm and KubeRay
+launcher.py     whether a launcher has started this process as a rank
 torchrun.py     torchrun for the ranks of this node
 included.py     packages and modules of the user's that travel with a job
 job_server.py   a job of Ray's job server: submitted, followed, stopped

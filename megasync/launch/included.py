@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, refuse_if
+from megasync.config.own_packages import PACKAGES, rename
 
 
 def included_modules(included: Sequence[Path]) -> list[Path]:
@@ -27,6 +28,8 @@ def included_modules(included: Sequence[Path]) -> list[Path]:
             remedy = "name a package (a folder with __init__.py), a module (a .py file), or a folder of such"
             raise ConfigError(f"--include {path}: there is nothing that Python could import", remedy=remedy)
         found += inner
+    ours = [module.name for module in found if module.stem in PACKAGES]
+    refuse_if(ours, f"--include {', '.join(ours)}: of the name of a package of ours", remedy=rename(ours))
     return found
 
 

@@ -153,10 +153,16 @@ def go_on_unread() -> None:
 
 
 def open_output() -> None:
-    """Output that was closed before the start, as by `>&-`, goes nowhere, and no file that is opened later gets its number."""
+    """Output that was closed before the start, as by `>&-`, goes nowhere, and no file that is opened later gets its number. A
+    letter that the terminal or file cannot show is written as an escape, here and in Pythons that this process starts.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+        own: Any = getattr(sys, name)
+        if isinstance(own, io.TextIOWrapper):
+            own.reconfigure(errors="backslashreplace")
+    os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"
 
 
 def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:

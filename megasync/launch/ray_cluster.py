@@ -22,11 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from bridge.processes import RAY_PATH, socket_folder
+from megasync.config.own_packages import in_ray_workers
 from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 
@@ -51,7 +53,10 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
 
     Raises:
         RuntimeError: the cluster did not start; the message holds what Ray said.
+        ModuleNotFoundError: Ray is not installed.
     """
+    if find_spec("ray") is None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
     if " " in sys.executable:  # Ray 2.60, _private/runtime_env/context.py:exec_worker: a shell, no quotes
         raise RuntimeError(f"{sys.executable}: Ray cannot use a Python whose path has a space; use another one")
     # Anyone who reaches a job server can run commands, so the cluster wants a token that only this run knows.
@@ -93,7 +98,7 @@ def start_ray(address: str, gpus: Sequence[str] | None = None) -> Callable[[], N
         folder = tempfile.mkdtemp(prefix="ray-", dir=socket_folder(RAY_PATH))
         options |= {"num_cpus": max(os.cpu_count() or 1, 4), "include_dashboard": False, "_temp_dir": folder}
         options["object_store_memory"] = 200 * 2**20  # weights never travel through Ray
-        variables = WORKER_ENVIRONMENT | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
+        variables = WORKER_ENVIRONMENT | in_ray_workers() | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
     forget_token = _use_own_token() if address == "local" else lambda: None
 
     def stop() -> None:

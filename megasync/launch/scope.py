@@ -19,13 +19,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from bridge.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
-from megasync.config.errors import ConfigError
+from megasync.config.errors import ConfigError, refuse_if
+from megasync.config.own_packages import hidden, rename
 from megasync.config.schema import Config
 from megasync.launch.processes import adopt_orphans
 
@@ -72,6 +73,9 @@ def check_ray(config: Config) -> None:
     address = config.rollout.ray_address
     if config.algorithm.name != "grpo" or RAY_ADDRESS in os.environ or _is_within_ray():
         return
+    files = hidden(Path.cwd()) if address != "local" else []  # its workers look into this folder first
+    message = f"rollout.ray_address = {address}: the replicas would import {', '.join(files)} of this folder for packages of ours"
+    refuse_if(files, message, remedy=rename(files))
     problem = unreachable(address) if address != "auto" else why_no_ray()
     if problem:
         remedy = "start that Ray (ray start --head), correct the address, or write rollout.ray_address=local"
@@ -127,7 +131,7 @@ def run_scope() -> Iterator[None]:
     former = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
     adopt_orphans()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
+    kernels = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
     sweeper = subprocess.Popen(["/bin/sh", "-c", SWEEP, folder], stdin=subprocess.PIPE, start_new_session=True)
     with environment({"TMPDIR": folder}), watched_descendants() as (segments, family):
         tempfile.tempdir = None
@@ -139,6 +143,8 @@ def run_scope() -> Iterator[None]:
                 signal.signal(kind, signal.SIG_IGN)
             end_descendants(segments, family, sweeper.pid)
             shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # torch makes it where nothing is compiled, too
+                Path(kernels).rmdir()
             sweeper.kill()  # last: this process may be killed while it ends the others
             sweeper.wait()
 

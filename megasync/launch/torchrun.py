@@ -43,6 +43,7 @@ from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import last_words
+from megasync.launch.launcher import forget
 from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, go_on_unread, pidfd_problem, run_and_leave
 from megasync.launch.scope import LOOPBACK, run_scope
 from megasync.launch.stop_request import forget_former_stop
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     rendezvous_handler_registry.register(BACKEND, OneStoreRendezvous)
     logging.disable(logging.ERROR)  # torchrun's own words on failed ranks
+    forget(os.environ)  # torchrun takes PET_ variables for options
     if not visible_devices():
         os.environ.setdefault(MALLOC, MALLOC_ON_CPU)  # of the ranks
     code, problem = 0, ""
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
             Path(os.environ[TOLD]).write_text(problem, encoding="utf-8")
         elif config is not None:
             command = shlex.join([sys.executable, "-m", "megasync.launch.torchrun", *arguments])
-            print(last_words(config, command), file=sys.stderr)
+            print(last_words(config, command, code), file=sys.stderr)
     return code
 
 

@@ -166,3 +166,40 @@ def test_replicas_are_started_with_what_the_config_says() -> None:
     assert all(getattr(said, name) != getattr(RolloutConfig(), name) for name in names)
     assert started.seed == 3 and not started.detokenizes
     assert replica_config(Config(rollout=RolloutConfig(stop=("x",)))).detokenizes
+
+
+BASE = "data: {eval: {a: {path: x, samples: 2, temperature: 1.0}, b: {path: y}}, chat_template_arguments: {deep: 1}}\n"
+BASE += "rollout: {reward: {exact_match: 1.0, token_count: 0.1}, engine_arguments: {block_size: 16, seed: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "key", "expected"),
+    [
+        ("data: {eval: null}", [], "data.eval", ""), ("data: {eval: }", [], "data.eval", ""),
+        ("", ["data.eval=null"], "data.eval", ""),
+        ("data: {eval: {}}", [], "data.eval", {}), ("data:", [], "data.eval", ["a", "b"]),
+        ("data: {eval: {c: {path: z}}}", [], "data.eval", ["c"]), ("data: {eval: {a: {limit: 3}}}", [], "data.eval", ["a"]),
+        ("", ["data.eval.a.limit=3"], "data.eval", ["a", "b"]), ("", ["data.eval={c: {path: z}}"], "data.eval", ["c"]),
+        ("rollout: {reward: {math_verify: 1.0}}", [], "rollout.reward", {"math_verify": 1.0}),
+        ("rollout: {reward: {token_count: 0.2}}", [], "rollout.reward", {"token_count": 0.2}),
+        ("rollout: {reward: math_verify}", [], "rollout.reward", "math_verify"),
+        ("", ["rollout.reward.token_count=0.2"], "rollout.reward", {"exact_match": 1.0, "token_count": 0.2}),
+        ("rollout: {engine_arguments: null}", [], "rollout.engine_arguments", {}),
+        ("rollout: {engine_arguments: {seed: 2}}", [], "rollout.engine_arguments", {"block_size": 16, "seed": 2}),
+        ("data: {chat_template_arguments: null}", [], "data.chat_template_arguments", {}),
+    ],
+)  # fmt: skip
+def test_mappings_of_the_users_names_replace_and_null_empties(
+    tmp_path: Path, text: str, overrides: list[str], key: str, expected: object
+) -> None:
+    write(tmp_path / "base.yaml", BASE)
+    found: object = load_config(write(tmp_path / "a.yaml", f"base: base.yaml\n{text}"), overrides)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert (list(found) if isinstance(expected, list) else found) == expected  # type: ignore[call-overload]
+
+
+def test_a_set_of_a_base_is_refined(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", BASE)
+    (own,) = load_config(write(tmp_path / "a.yaml", "base: base.yaml\ndata: {eval: {a: {limit: 3}}}")).data.eval_sets.values()
+    assert (own.path, own.samples, own.limit) == ("x", 2, 3)

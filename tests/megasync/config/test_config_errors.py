@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.bench.config import BenchRoot
-from megasync.config.keys import ALIASES, OTHERS_NAMES
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError, nearest_name, unusable
-from tests.support.config_files import CHOICES, KEYS, RANGES, refused, root_of, write
+from tests.support.config_files import CHOICES, RANGES, refused, root_of, write
 
 
 @pytest.fixture
@@ -68,6 +67,49 @@ def test_unknown_key_in_yaml(tmp_path: Path, text: str, key: str) -> None:
     message = refused(path)
     assert message.startswith(f"{key}: there is no such key")
     assert str(path) in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "remedy"),
+    [
+        ("engine.wrap: ddp", "engine.wrap: a name in a YAML file has no dots", "write engine: {wrap: ...}"),
+        (
+            "engine: {optimizer.beta1: 0.5}",
+            "engine.optimizer.beta1: a name in a YAML file",
+            "write engine: {optimizer: {beta1: ...}}",
+        ),
+        ("data.eval.math.path: x", "data.eval.math.path: a name in a YAML", "write data: {eval: {math: {path: ...}}}"),
+        ("optimizer.lr: 1", "optimizer.lr: there is no such key", "write engine.optimizer.learning_rate instead"),
+    ],
+)
+def test_a_name_with_a_dot_in_a_yaml_file(tmp_path: Path, text: str, message: str, remedy: str) -> None:
+    told = refused(write(tmp_path / "a.yaml", text))
+    assert told.startswith(message) and remedy in told
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    """Unknown keys, types, bounds and overrides that cannot be read, each with its value and the remedy."""
+    lines = [f"run: {{{', '.join(f'unknown_{number:02}: {number}' for number in range(34))}, steps: 0, seed: x}}"]
+    lines += ["engine: {wrap: fsdp2, lr: 1}", "rollout: {temperature: 9, group_size: 2.5}"]
+    path = write(tmp_path / "a.yaml", "\n".join(lines))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["engine.balance", "sync.verify=maybe"])
+    told = str(caught.value)
+    print(told)
+    expected = [
+        "run.steps = 0",
+        "run.seed = 'x'",
+        "engine.wrap = 'fsdp2'",
+        "engine.lr",
+        "rollout.temperature = 9",
+        "sync.verify = 'maybe'",
+    ]
+    expected += [f"run.unknown_{number:02}: " for number in range(34)] + ["rollout.group_size = 2.5", "'engine.balance'"]
+    heads = [line for line in told.splitlines() if not line.startswith(" ")]
+    assert len(caught.value.parts) == len(expected) == 42 and heads[-1].startswith("42 errors")
+    assert all(sum(head.startswith(start) for head in heads) == 1 for start in expected)
+    assert told.count("remedy:") == 42 and len(told) / 42 < 480
+    assert "write engine.wrap=megatron_fsdp" in told and "write engine.optimizer.learning_rate instead" in told
 
 
 def test_the_benches_keys_are_no_keys_of_a_run(empty: Path) -> None:
@@ -259,7 +301,7 @@ def test_ranges_in_words() -> None:
     assert RANGES["sync.bucket_bytes"] == "at least 4096"
 
 
-@pytest.mark.parametrize("key", ["rollout.backend", "algorithm.gamma", "engine.foo", "data.eval.t.foo"])
+@pytest.mark.parametrize("key", ["rollout.backend", "engine.foo", "data.eval.t.foo", "tokenizer.path", "trainer.device"])
 def test_no_key_is_suggested_that_is_not_alike(empty: Path, key: str) -> None:
     message = refused(empty, f"{key}=1")
     assert "nearest:" not in message and "take the key out, or write one of the choices" in message
@@ -273,17 +315,15 @@ def test_no_key_is_suggested_that_is_not_alike(empty: Path, key: str) -> None:
         ("data.max_prompt_length", "rollout.max_model_len less rollout.max_new_tokens"),
         ("gradient_accumulation_steps", "engine.tokens_per_microbatch"),
         ("critic.optim.gamma_lam.lam", "there are no critics"),
+        ("critic.optim.lr", "there are no critics"), ("critic.model.path", "there are no critics"),
+        ("reward_model.model.path", "a reward is a function"), ("algorithm.kl_ctrl.kl_coef", "no KL goes into rewards"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "more engines are rollout.replicas"),
+        ("entropy_target", "the loss has no entropy term"), ("trainer.project_name", "WANDB_PROJECT"),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_key_of_ours_is_said_what_to_do_about(empty: Path, key: str, advice: str) -> None:
     message = refused(empty, f"{key}=1")
     assert "nearest:" not in message and advice in message
-
-
-def test_names_of_other_projects_are_names_of_keys_of_ours() -> None:
-    assert not set(OTHERS_NAMES) - set(KEYS)
-    names = [name for names in OTHERS_NAMES.values() for name in names.split()]
-    assert len(names) == len(set(names)) == len(ALIASES)
 
 
 def test_nearest_name() -> None:
@@ -291,6 +331,8 @@ def test_nearest_name() -> None:
     assert nearest_name("fsdp2", ["ddp", "megatron_fsdp"]) == "megatron_fsdp"
     assert nearest_name("zzz", ["ddp", "megatron_fsdp"]) == ""
     assert nearest_name("x", []) == ""
+    assert nearest_name("max_num_batched_tokens", ["max_new_tokens", "max_model_len"]) == ""
+    assert nearest_name("grad_norm", ["clip_grad_norm"]) == "clip_grad_norm"
 
 
 def test_an_override_that_is_no_utf_8_is_named(empty: Path) -> None:

@@ -1,6 +1,6 @@
 """Wherever the program lies, it is whole: in a clone, in what travels to a cluster, and as a package that pip installed.
 
-    python -m pytest tests/megasync/config/test_shipped.py
+python -m pytest tests/megasync/config/test_shipped.py
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-from megasync.config.shipped import CLONE, FOLDERS, PACKAGES, shipped
+from megasync.config.own_packages import PACKAGES
+from megasync.config.shipped import CLONE, FOLDERS, shipped
 from megasync.submit import UPLOADED
 
 NAMES = ("configs/quickstart.yaml", "configs/quickstart_sft.yaml", "locks/smollm2.txt", "launch/templates/slurm.sh")
 LOOK = """
 from importlib import import_module
 import sys
-from megasync.config.shipped import PACKAGES, shipped
+from megasync.config.own_packages import PACKAGES
+from megasync.config.shipped import shipped
 for module in ("engine.engine", "bridge.replicas.pool", "exact.machine", "megasync.run.session"):
     print(import_module(module).__file__)
 for name in sys.argv[1:]:

@@ -15,9 +15,14 @@ TWICE = """
 import ray, os
 os.environ.update({named!r})
 from megasync.launch.ray_cluster import start_ray
+def ours():
+    import bridge
+    return bridge.__file__
+
 for _ in range(2):
     stop = start_ray("local")
     print(ray.get(ray.remote(num_cpus=1)(lambda: os.nice(0)).remote()), len(os.environ.get("RAY_AUTH_TOKEN", "")))
+    print(ray.get(ray.remote(num_cpus=0)(ours).remote()))
     stop()
     try:
         ray.remote(lambda: 1).remote()
@@ -41,8 +46,10 @@ def test_a_ray_of_our_own_has_a_token_of_its_own(tmp_path: Path, named: dict[str
     no call starts another one.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    (tmp_path / "bridge.py").write_text("raise RuntimeError('a file of the user's')")  # where it starts
     run = subprocess.run(
         [sys.executable, "-c", TWICE.format(named=named)],
+        cwd=tmp_path,
         env={**inherited, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -50,5 +57,6 @@ def test_a_ray_of_our_own_has_a_token_of_its_own(tmp_path: Path, named: dict[str
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [f"{os.nice(0)} {num_digits}", "RaySystemError False"] * 2 + [str(sorted(named))]
+    ours = str(ROOT / "bridge" / "__init__.py")
+    assert run.stdout.splitlines() == [f"{os.nice(0)} {num_digits}", ours, "RaySystemError False"] * 2 + [str(sorted(named))]
     assert not (tmp_path / ".ray").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -44,6 +45,24 @@ def test_temporary_files_go_after_a_launcher_that_is_killed_while_it_ends_its_pr
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_the_cache_of_kernels_stays_where_there_are_some(tmp_path: Path, holds: bool) -> None:
+    """torch makes its folder where nothing is compiled, too."""
+    code = f"""
+import os
+from pathlib import Path
+from megasync.launch.scope import run_scope
+with run_scope():
+    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    cache.mkdir()
+    if {holds}:
+        (cache / "kernel.so").touch()
+"""
+    without = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", code], env=without | {"TMPDIR": str(tmp_path)}, check=True)
+    assert [path.name for path in tmp_path.rglob("*")] == [f"torchinductor_{os.getuid()}", "kernel.so"] * holds
 
 
 def test_a_ray_that_does_not_answer_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,11 @@ def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, tm
 def test_ranks_on_cpus_get_malloc_settings_unless_there_are_the_user_s(own: str | None, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(f"import os; print(os.environ[{MALLOC!r}])")
     environment = {key: value for key, value in os.environ.items() if key != MALLOC} | ({MALLOC: own} if own else {})
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
+    environment |= {
+        "PET_NNODES": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)]),
+    }
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "told"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.stdout.strip() == (own or MALLOC_ON_CPU), done.stderr

@@ -1,0 +1,226 @@
+"""Keys of other projects: which key of ours has the same meaning, or what to do where there is none. No torch in here.
+
+A name is the end of a path: the longest that is known counts, `val_kwargs.n` before `n`. A name with a dot at its end is a
+section, whose keys have no meaning by their last part alone: `critic.optim.lr` is no learning rate of ours. Leaves out values
+(megasync/tools/import_config).
+
+    key, advice = meaning("actor_rollout_ref.rollout.n")      # "rollout.group_size", ""
+    key, advice = meaning("critic.optim.lr")                  # "", "there are no critics: ..."
+"""
+
+from __future__ import annotations
+
+SAME = {  # our key: what verl, TRL, slime and common speech have for it
+    "algorithm.baseline": "rloo_baseline",
+    "algorithm.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
+    "algorithm.clip_low": "clip_ratio clip_ratio_low eps_clip epsilon epsilon_low",
+    "algorithm.dual_clip": "clip_ratio_c delta eps_clip_c",
+    "algorithm.filter_factor": "filter_groups.max_num_gen_batches",
+    "algorithm.filter_groups": "dynamic_sampling dynamic_sampling_filter_path filter_groups.enable",
+    "algorithm.importance_cap": "rollout_is_threshold tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap "
+    "vllm_importance_sampling_clip_max",
+    "algorithm.importance_correction": "rollout_is use_tis vllm_importance_sampling_correction vllm_importance_sampling_mode",
+    "algorithm.importance_floor": "vllm_importance_sampling_clip_min",
+    "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss",
+    "algorithm.load_balancing": "moe_aux_loss_coeff router_aux_loss_coef",
+    "algorithm.loss_aggregation": "calculate_per_token_loss loss_agg_mode loss_type",
+    "algorithm.name": "adv_estimator advantage_estimator",
+    "algorithm.normalize_advantage_by_std": "grpo_std_normalization norm_adv_by_std_in_grpo normalize_advantages scale_rewards",
+    "algorithm.num_minibatches": "num_steps_per_rollout ppo_mini_batch_size",
+    "algorithm.num_passes": "num_iterations ppo_epochs",
+    "algorithm.overlong_buffer": "overlong_buffer_cfg.len overlong_buffer_len",
+    "algorithm.ratio_level": "importance_sampling_level loss_mode",
+    "algorithm.router_replay": "enable_rollout_routing_replay router_replay.mode use_rollout_routing_replay use_routing_replay",
+    "algorithm.truncated": "mask_truncated_completions overlong_buffer_cfg.enable overlong_filtering",
+    "checkpoint.asynchronous": "async_save",
+    "checkpoint.every_steps": "save_freq save_interval save_steps",
+    "checkpoint.keep": "max_actor_ckpt_to_keep save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint resume_mode",
+    "data.answer_key": "ground_truth label_key",
+    "data.batch_size": "batch bs gen_batch_size generation_batch_size rollout_batch_size steps_per_generation train_batch_size",
+    "data.chat_template": "apply_chat_template",
+    "data.chat_template_arguments": "apply_chat_template_kwargs chat_template_kwargs",
+    "data.eval": "eval_dataset eval_prompt_data val_files",
+    "data.eval.NAME.samples": "n_samples_per_eval_prompt num_generations_eval val_kwargs.n",
+    "data.eval.NAME.temperature": "eval_temperature val_kwargs.temperature",
+    "data.eval.NAME.top_k": "eval_top_k val_kwargs.top_k",
+    "data.eval.NAME.top_p": "eval_top_p val_kwargs.top_p",
+    "data.eval.NAME.limit": "val_max_samples",
+    "data.prompt_key": "input_key",
+    "data.shuffle": "rollout_shuffle shuffle_dataset",
+    "data.split": "dataset_train_split",
+    "data.too_long": "filter_overlong_prompts truncation",
+    "data.train": "dataset dataset_name prompt_data train_dataset train_files",
+    "engine.logits_chunk_tokens": "log_probs_chunk_size",
+    "engine.lora.adapter_path": "lora_adapter_path",
+    "engine.lora.alpha": "lora_alpha",
+    "engine.lora.dropout": "lora_dropout",
+    "engine.lora.rank": "lora_r lora_rank",
+    "engine.lora.rslora": "use_rslora",
+    "engine.lora.targets": "lora_target_modules target_modules",
+    "engine.head_dtype": "cast_lm_head_to_fp32",
+    "engine.optimizer.beta1": "adam_beta1 betas",
+    "engine.optimizer.beta2": "adam_beta2",
+    "engine.optimizer.clip_grad_norm": "clip_grad grad_clip max_grad_norm",
+    "engine.optimizer.decay": "lr_decay_style lr_scheduler_type warmup_style",
+    "engine.optimizer.decay_steps": "lr_decay_iters lr_decay_steps",
+    "engine.optimizer.epsilon": "adam_epsilon",
+    "engine.optimizer.learning_rate": "lr",
+    "engine.optimizer.min_learning_rate": "min_lr min_lr_ratio",
+    "engine.optimizer.name": "optimizer_type",
+    "engine.optimizer.offload": "optimizer_cpu_offload optimizer_offload",
+    "engine.optimizer.warmup_steps": "lr_warmup_iters lr_warmup_steps lr_warmup_steps_ratio warmup_ratio",
+    "engine.overrides": "override_ddp_config",
+    "engine.parallel.context": "context_parallel_size cp ulysses_sequence_parallel_size",
+    "engine.parallel.expert": "ep expert_model_parallel_size",
+    "engine.parallel.pipeline": "pipeline_model_parallel_size pp",
+    "engine.parallel.sequence": "sequence_parallel sp",
+    "engine.parallel.tensor": "tensor_model_parallel_size tp",
+    "engine.parallel.virtual_pipeline": "virtual_pipeline_model_parallel_size vpp",
+    "engine.recompute": "enable_gradient_checkpointing gradient_checkpointing recompute_granularity",
+    "engine.tokens_per_microbatch": "max_tokens_per_gpu micro_batch_size "
+    "per_device_train_batch_size ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
+    "engine.wrap": "fsdp strategy use_distributed_optimizer use_megatron_fsdp",
+    "model.dtype": "bf16 fp16 precision torch_dtype",
+    "model.path": "actor_rollout_ref.model.path hf_checkpoint model.name model_name model_name_or_path",
+    "rollout.engine_arguments": "engine_kwargs.vllm",
+    "rollout.engine_arguments.enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "rollout.engine_arguments.enable_prefix_caching": "rollout.enable_prefix_caching",
+    "rollout.engine_arguments.max_num_batched_tokens": "max_num_batched_tokens",
+    "rollout.enforce_eager": "disable_cuda_graph",
+    "rollout.evaluate_at_start": "eval_on_start skip_eval_before_train val_before_train",
+    "rollout.evaluate_every_steps": "eval_interval eval_steps test_freq",
+    "rollout.gpu_memory_utilization": "sglang_mem_fraction_static vllm_gpu_memory_utilization",
+    "rollout.group_size": "n rollout_n n_samples_per_prompt num_generations num_samples",
+    "rollout.max_model_len": "max_length max_seq_len max_seq_length rollout_max_context_len vllm_max_model_length",
+    "rollout.max_new_tokens": "max_completion_length max_response_length max_tokens response_length rollout_max_response_len",
+    "rollout.max_staleness": "staleness_threshold",
+    "rollout.placement": "colocate hybrid_engine vllm_mode",
+    "rollout.replicas": "num_replicas",
+    "rollout.reward": "custom_reward_function custom_reward_function.name custom_reward_function.path custom_rm_path "
+    "reward_funcs reward_function reward_weights rm_type",
+    "rollout.stop": "rollout_stop stop_strings",
+    "rollout.temperature": "rollout_temperature temp",
+    "rollout.tensor_parallel": "rollout.tensor_model_parallel_size rollout.tp "
+    "rollout_num_gpus_per_engine vllm_tensor_parallel_size",
+    "rollout.top_k": "rollout_top_k",
+    "rollout.top_p": "rollout_top_p",
+    "run.deterministic": "full_determinism",
+    "run.dir": "default_local_dir output_dir save",
+    "run.loggers": "logger report_to tensorboard trackio use_wandb wandb",
+    "run.log_samples": "log_completions log_val_generations num_completions_to_print",
+    "run.name": "exp_name experiment_name run_name wandb_group",
+    "run.seed": "data.seed data_seed rollout_seed",
+    "run.steps": "max_steps num_rollout num_steps total_training_steps",
+    "sync.bucket_bytes": "update_weights_bucket_megabytes",
+}
+INSTEAD = {  # what has no key of ours: their names, and what to do
+    "actor_num_gpus_per_node actor_num_nodes n_gpus_per_node nnodes num_gpus num_processes world_size": (
+        "the launcher counts ranks: megasync train --nproc N, megasync submit --num-ranks N"
+    ),
+    "rollout.pipeline_model_parallel_size rollout.data_parallel_size rollout.expert_parallel_size": (
+        "a replica is rollout.tensor_parallel workers; more engines are rollout.replicas"
+    ),
+    "critic. cliprange_value critic critic_warmup gamma lam value_model": (
+        "there are no critics: advantages are those of a group of samples"
+    ),
+    "reward_model. reward_manager. reward_manager": (
+        "a reward is a function: rollout.reward=package.module:function, which may ask a model itself"
+    ),
+    "reward_fn_key": 'a reward reads the column itself: extra["data_source"] of its RewardInput',
+    "kl_ctrl. use_kl_in_reward kl_penalty": ("no KL goes into rewards; algorithm.kl_coefficient adds it to the loss"),
+    "kl_loss_type": "the KL in the loss is always the k3 estimate, low_var_kl of verl",
+    "ref.": "the KL's reference is sharded and packed as the policy is, and has no keys of its own",
+    "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_update_interval": (
+        "the KL's reference stays the start model; to move it, begin another run with model.path=FOLDER of an export"
+    ),
+    "loss_scale_factor": "algorithm.loss_aggregation=constant_length divides by rollout.max_new_tokens",
+    "record_file replay_file": "algorithm.router_replay=rollout replays what vLLM chose, without files",
+    "offload_policy": "with rollout.placement=colocated, rollout.offload_trainer says what goes to host memory",
+    "prometheus. trace. transfer_queue. pf_ppo. mtp. fused_kernel_options. tiled_mlp.": "there is nothing like it here",
+    "quantization quantization_config_file": "rollouts have the weights of the trainer in its dtype",
+    "custom_chat_template": "a chat template is the model folder's: put it there as chat_template.jinja",
+    "val_batch_size": "all of an evaluation set is generated at once",
+    "weight_decay_incr_style lora.type lora.dtype checkpoint_engine.engine_kwargs rollout_correction.loss_type": (
+        "there is nothing like it here"
+    ),
+    "param_offload": "with rollout.placement=colocated, rollout.offload_trainer says what goes to host memory",
+    "grad_offload": "with rollout.placement=colocated, rollout.offload_trainer says what goes to host memory",
+    "deepspeed zero fsdp_size fsdp_config ds3_gather_for_generation": (
+        "weights and optimizer are sharded by engine.wrap=megatron_fsdp"
+    ),
+    "entropy_coef entropy_coeff use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
+    "top_entropy_quantile": "the loss has no entropy term; a higher algorithm.clip_high keeps entropy up",
+    "epochs num_epoch num_train_epochs total_epochs": "count steps: run.steps = epochs x examples / data.batch_size",
+    "global_batch_size gradient_accumulation_steps": (
+        "a step's data.batch_size x rollout.group_size samples are packed into micro-batches of engine.tokens_per_microbatch; "
+        "algorithm.num_minibatches optimizer steps are taken on them"
+    ),
+    "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz": (
+        "all passes of the trainer take micro-batches of engine.tokens_per_microbatch"
+    ),
+    "use_dynamic_bsz use_remove_padding balance_batch": "samples are always packed without padding, and balanced by tokens",
+    "max_prompt_len max_prompt_length rollout_max_prompt_len prompt_length": (
+        "a prompt may have rollout.max_model_len less rollout.max_new_tokens; data.too_long says what happens to longer ones"
+    ),
+    "use_vllm": "rollouts are always vLLM's",
+    "rollout.name": "rollouts are always vLLM's",
+    "rollout.mode": "rollouts are always asynchronous requests to vLLM; rollout.max_staleness=0 waits for each batch",
+    "free_cache_engine vllm_enable_sleep_mode": (
+        "with rollout.placement=colocated vLLM always frees its memory while the trainer works"
+    ),
+    "load_format": "vLLM's weights come from the trainer, by the first sync",
+    "calculate_log_probs do_sample ignore_eos": "each sampled token brings its log-prob, and a response ends at its end token",
+    "repetition_penalty generation_kwargs": (
+        "rollouts sample from the policy itself, so that its log-probs are those of the samples"
+    ),
+    "vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_group_port": (
+        "the run starts its replicas itself, on rollout.replicas engines; rollout.ray_address names a cluster"
+    ),
+    "multi_turn. agent. agent multi_turn tool_config_path max_tool_calling_iterations": (
+        "turns and tools are an episode: rollout.episode=package.module:name (docs/episodes.md)"
+    ),
+    "project_name wandb_project": "set WANDB_PROJECT in the environment; the run's folder is run.dir/run.name",
+    "logging_steps logging_first_step logging_strategy": "each step is logged, in metrics.jsonl and by run.loggers",
+    "profiler. global_profiler. profiler timeline_json_file": (
+        "each run writes timeline.json, of what each step spent its time on"
+    ),
+    "trust_remote_code": "no code of a model's folder is run",
+    "override_transformer_config. override_config override_mcore_model_config": (
+        "the model is built from the folder's config.json"
+    ),
+    "off_policy_mask_threshold rollout_rs rollout_rs_threshold": (
+        "algorithm.importance_correction=mask leaves tokens, or with importance_level responses, out of the loss"
+    ),
+    "peft_config use_peft": "engine.lora.rank above 0 trains adapters",
+    "optim optim.optimizer optimizer_impl": "the optimizer is AdamW, engine.optimizer.name=adam",
+    "image_key video_key": "images and videos are not read",
+    "custom_cls. sampler. datagen.": "data is read from files, data.train; write them with the rows that you want",
+    "eval_strategy save_strategy": "rollout.evaluate_every_steps and checkpoint.every_steps count steps; 0 switches them off",
+    "lr_scheduler_kwargs optim_args": "engine.optimizer has keys of its own for each",
+}
+VALUES = {  # of keys with choices, values of other projects that are no slips of a choice: what to do
+    **{
+        ("algorithm.name", name): f"write algorithm.preset={name.replace('-', '_')}"
+        for name in ("dapo", "dr_grpo", "gspo", "rloo")
+    },
+    ("algorithm.name", "ppo"): "there are no critics; algorithm.name=grpo clips ratios as PPO does",
+    ("algorithm.name", "gae"): "there are no critics; advantages are those of a group of samples, algorithm.name=grpo",
+    **{
+        ("algorithm.name", name): "there is no such loss here; docs/algorithms.md lists those that there are"
+        for name in ("cispo", "gmpo", "sapo", "dpo", "reinforce", "reinforce_plus_plus", "remax", "opo", "gpg")
+    },
+}
+KEYS = {name: key for key, names in SAME.items() for name in names.split()}
+ADVICE = {name: text for names, text in INSTEAD.items() for name in names.split()}
+
+
+def meaning(path: str) -> tuple[str, str]:
+    """Our key, or what to do without one; both empty where nothing is known of the path."""
+    parts = path.split(".")
+    endings = [".".join(parts[start:]) for start in range(len(parts))]
+    sections = [f"{part}." for part in parts[:-1]]
+    for name in [*endings[:-1], *sections, endings[-1]]:
+        if name in KEYS or name in ADVICE:
+            return KEYS.get(name, ""), ADVICE.get(name, "")
+    return "", ""

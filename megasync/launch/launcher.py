@@ -1,0 +1,96 @@
+"""Whether this process is a rank that a launcher has started: by torchrun's variables, all of them. No torch in here.
+
+Job controllers (PyTorchJob), schedulers and shells inside of a rank leave some of them behind. A process that has them by chance
+would train one rank alone, or wait for others that never come.
+
+    with main_errors():
+        is_one = is_rank(os.environ, nproc=None)
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+
+from megasync.config.errors import ConfigError
+
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OF_RANKS = (*NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
+OF_TORCHRUN = "PET_"  # torchrun's own options, as PyTorchJob gives them
+AGENT, AGENT_SECONDS, FIRST_RANK_SECONDS = "TORCHELASTIC_USE_AGENT_STORE", 20.0, 120.0
+
+
+def is_rank(environment: Mapping[str, str], nproc: int | None = None) -> bool:
+    """True: run as that rank. False: nothing was launched here, or for one node alone, on which this process may start its ranks.
+
+    `nproc`: what --nproc says, if anything.
+
+    Raises:
+        ConfigError: it is one of several nodes, or ranks, and cannot find the others; or --nproc says something else.
+    """
+    if "RANK" not in environment:
+        return False
+    rank, size = int_of(environment, "RANK"), int_of(environment, "WORLD_SIZE")
+    given = ", ".join(f"{name}={environment[name]}" for name in OF_RANKS if name in environment)
+    missing = [name for name in NEEDED if name not in environment]
+    if missing and size == 1 and rank == 0:
+        return False
+    if missing:
+        raise ConfigError(
+            f"{given}: set by a launcher or left behind in a shell; a rank also has {', '.join(missing)}, as torchrun sets them",
+            for_this_machine=f"env {' '.join(f'-u {name}' for name in OF_RANKS if name in environment)} megasync train ...",
+            for_all_nodes=f"launch/torchrun_nodes.sh CONFIG.yaml --nodes {size} --head HOST --node-rank {rank}, on each node",
+            remedy="start it as one of these",
+        )
+    if not 0 <= rank < size:
+        raise ConfigError(f"{given}: no rank of so many", remedy=f"set RANK from 0 to {size - 1}, or unset both")
+    if nproc is not None and nproc != size:
+        message = f"--nproc {nproc}: this process is rank {rank} of {size} by {given}"
+        raise ConfigError(message, remedy=f"leave --nproc out to run as that rank, or unset {' '.join(NEEDED)}")
+    return True
+
+
+def int_of(environment: Mapping[str, str], name: str) -> int:
+    """0 for RANK and 1 for WORLD_SIZE where they are not set.
+
+    Raises:
+        ConfigError: it is no whole number.
+    """
+    text = environment.get(name, "1" if name == "WORLD_SIZE" else "0")
+    if not text.isdecimal():
+        raise ConfigError(f"{name} = {text!r}: a whole number is expected", given_in="the environment", remedy=f"unset {name}")
+    return int(text)
+
+
+def forget(environment: MutableMapping[str, str]) -> str:
+    """Take the variables out, so that no child takes itself for a rank; those that named one, for a note."""
+    there = [name for name in environment if name in OF_RANKS or name.startswith(OF_TORCHRUN)]
+    found = {name: environment.pop(name) for name in there}
+    return ", ".join(f"{name}={value}" for name, value in found.items() if name in ("RANK", "WORLD_SIZE"))
+
+
+def await_store(environment: Mapping[str, str]) -> None:
+    """Until the first rank's store, or that of the launcher's agent, answers.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    has_agent = environment.get(AGENT) == "True"
+    if int_of(environment, "RANK") == 0 and not has_agent:
+        return  # whose store it is
+    seconds, address = AGENT_SECONDS if has_agent else FIRST_RANK_SECONDS, environment["MASTER_ADDR"]
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, int_of(environment, "MASTER_PORT")), timeout=5.0).close()
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            given = ", ".join(f"{name}={environment[name]}" for name in NEEDED)
+            place = f"{address}:{environment['MASTER_PORT']}"
+            message = f"nobody answers at MASTER_ADDR:MASTER_PORT, {place}, within {seconds:g} s: {error}"
+            remedy = f"unset {' '.join(NEEDED)} where no launcher has set them for this run, else look at rank 0"
+            raise ConfigError(message, by=given, remedy=remedy) from error
+        return

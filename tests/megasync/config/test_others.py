@@ -1,0 +1,170 @@
+"""The commonest keys of verl and TRL: each has the key of ours with the same meaning, or not to be there, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.config import PRESETS, AlgorithmConfig
+from megasync.config import others
+from megasync.config.keys import nearest_key
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from tests.support.config_files import KEYS, refused, write
+
+# of examples/ and tests/ of verl, by how often they are set there; a text with a space is a part of the advice
+VERL = {
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "data.batch_size",
+    "data.max_prompt_length": "rollout.max_model_len less rollout.max_new_tokens",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.filter_overlong_prompts": "data.too_long",
+    "data.truncation": "data.too_long",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "engine.recompute",
+    "actor_rollout_ref.model.use_remove_padding": "always packed without padding",
+    "actor_rollout_ref.actor.optim.lr": "engine.optimizer.learning_rate",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.num_minibatches",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "engine.tokens_per_microbatch",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "engine.tokens_per_microbatch",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "always packed without padding",
+    "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_coefficient",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coefficient",
+    "actor_rollout_ref.actor.kl_loss_type": "the k3 estimate",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss_aggregation",
+    "actor_rollout_ref.actor.entropy_coeff": "no entropy term",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.num_passes",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "rollout.offload_trainer says",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "engine.optimizer.offload",
+    "actor_rollout_ref.actor.strategy": "engine.wrap",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.name": "always vLLM's",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "micro-batches of engine.tokens_per_microbatch",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "rollout.engine_arguments.max_num_batched_tokens",
+    "actor_rollout_ref.rollout.val_kwargs.n": "data.eval.NAME.samples",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "the KL's reference",
+    "algorithm.adv_estimator": "algorithm.name",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_advantage_by_std",
+    "algorithm.use_kl_in_reward": "no KL goes into rewards",
+    "custom_reward_function.path": "rollout.reward",
+    "custom_reward_function.name": "rollout.reward",
+    "trainer.total_epochs": "count steps: run.steps",
+    "trainer.total_training_steps": "run.steps",
+    "trainer.save_freq": "checkpoint.every_steps",
+    "trainer.test_freq": "rollout.evaluate_every_steps",
+    "trainer.val_before_train": "rollout.evaluate_at_start",
+    "trainer.n_gpus_per_node": "--nproc N",
+    "trainer.nnodes": "--num-ranks N",
+    "trainer.project_name": "WANDB_PROJECT in",
+    "trainer.experiment_name": "run.name",
+    "trainer.logger": "run.loggers",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.critic_warmup": "no critics",
+}
+TRL = {
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.train",
+    "learning_rate": "engine.optimizer.learning_rate",
+    "lr_scheduler_type": "engine.optimizer.decay",
+    "warmup_ratio": "engine.optimizer.warmup_steps",
+    "weight_decay": "engine.optimizer.weight_decay",
+    "max_grad_norm": "engine.optimizer.clip_grad_norm",
+    "adam_beta1": "engine.optimizer.beta1",
+    "adam_beta2": "engine.optimizer.beta2",
+    "adam_epsilon": "engine.optimizer.epsilon",
+    "per_device_train_batch_size": "engine.tokens_per_microbatch",
+    "gradient_accumulation_steps": "packed into micro-batches",
+    "steps_per_generation": "data.batch_size",
+    "generation_batch_size": "data.batch_size",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "algorithm.num_passes",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "rollout.max_model_len less",
+    "beta": "algorithm.kl_coefficient",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "delta": "algorithm.dual_clip",
+    "loss_type": "algorithm.loss_aggregation",
+    "importance_sampling_level": "algorithm.ratio_level",
+    "scale_rewards": "algorithm.normalize_advantage_by_std",
+    "mask_truncated_completions": "algorithm.truncated",
+    "sync_ref_model": "the start model",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
+    "repetition_penalty": "from the policy itself",
+    "use_vllm": "always vLLM's",
+    "vllm_mode": "rollout.placement",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "rollout.tensor_parallel",
+    "vllm_importance_sampling_cap": "algorithm.importance_cap",
+    "reward_funcs": "rollout.reward",
+    "reward_weights": "rollout.reward",
+    "max_steps": "run.steps",
+    "num_train_epochs": "count steps: run.steps",
+    "bf16": "model.dtype",
+    "gradient_checkpointing": "engine.recompute",
+    "logging_steps": "each step is logged",
+    "log_completions": "run.log_samples",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "rollout.evaluate_every_steps",
+    "report_to": "run.loggers",
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "seed": "run.seed",
+    "shuffle_dataset": "data.shuffle",
+    "chat_template_kwargs": "data.chat_template_arguments",
+    "lora_r": "engine.lora.rank",
+    "lora_target_modules": "engine.lora.targets",
+    "use_peft": "engine.lora.rank above 0",
+}
+
+
+@pytest.mark.parametrize(("theirs", "right"), [*VERL.items(), *TRL.items()])
+def test_the_commonest_keys_of_other_projects(theirs: str, right: str) -> None:
+    key, advice = nearest_key(KEYS, theirs)
+    assert key == right if " " not in right and "." in right else not key and right in advice, (key, advice)
+
+
+@pytest.mark.parametrize("key", others.SAME)
+def test_every_key_of_the_table_is_a_key_of_ours(key: str) -> None:
+    assert key in KEYS or key.rpartition(".")[0] == "rollout.engine_arguments"
+
+
+def test_every_name_of_the_table_is_there_once() -> None:
+    names = [name for names in [*others.SAME.values(), *others.INSTEAD] for name in names.split()]
+    assert len(names) == len(set(names)) == len(others.KEYS) + len(others.ADVICE)
+    assert {key for key, _ in others.VALUES} <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("gspo", "preset=gspo"), ("DAPO", "preset=dapo"), ("cispo", "no such loss"), ("ppo", "no critics")]
+)
+def test_an_algorithm_that_is_no_slip_of_grpo(tmp_path: Path, name: str, remedy: str) -> None:
+    message = refused(write(tmp_path / "a.yaml", ""), f"algorithm.name={name}")
+    assert "nearest" not in message and remedy in message
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_the_keys_that_it_names(tmp_path: Path, preset: str) -> None:
+    config = load_config(write(tmp_path / "a.yaml", f"algorithm: {{preset: {preset}}}"))
+    expected = AlgorithmConfig(preset=preset, **PRESETS[preset])
+    assert config.algorithm == expected != AlgorithmConfig(preset=preset)
+
+
+def test_what_is_given_beside_a_preset_wins(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.yaml", "algorithm: {clip_high: 0.3, kl_coefficient: 0.01}")
+    path = write(tmp_path / "a.yaml", f"base: {base.name}\nalgorithm: {{preset: dapo}}")
+    config = load_config(path, ["algorithm.preset=gspo", "algorithm.num_minibatches=2"])
+    own = config.algorithm
+    assert (own.clip_high, own.kl_coefficient, own.num_minibatches, own.clip_low) == (0.3, 0.01, 2, 3e-4)
+    assert own.filter_groups is Config().algorithm.filter_groups

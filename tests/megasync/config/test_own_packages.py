@@ -1,0 +1,72 @@
+"""A user's files with the names of our packages: every process imports ours, and theirs are refused with the remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasync.config.errors import ConfigError
+from megasync.launch.included import included_modules
+from megasync.rewards.resolve import resolve_rewards
+from tests.support.config_files import ROOT, write, write_runnable
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_runnable(tmp_path)
+    for name in ("engine.py", "bridge/__init__.py", "exact.py"):
+        write(tmp_path / name, f"raise RuntimeError('the user\\'s {name}')")
+    write(tmp_path / "mine.py", "from helpers import worth\n\ndef score(sample): return worth\n")
+    write(tmp_path / "helpers.py", "worth = 1.0\n")
+    write(tmp_path / "lost.py", "from exact import close\n\ndef score(sample): return close\n")
+    return tmp_path
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_a_run_is_checked_beside_files_of_our_names(folder: Path) -> None:
+    checked = run(folder, "-m", "megasync", "train", "run.yaml", "--check", "rollout.reward=mine:score")
+    assert checked.returncode == 0 and "mine:score" in checked.stdout, checked.stderr
+    named = run(folder, "-m", "megasync", "train", "run.yaml", "--check", "rollout.reward=engine:score")
+    assert named.returncode == 2 and "rename engine.py" in named.stderr and "Traceback" not in named.stderr
+    lost = run(folder, "-m", "megasync", "train", "run.yaml", "--check", "rollout.reward=lost:score")
+    assert lost.returncode == 2 and "cannot import name 'close' from 'exact'" in lost.stderr and "rename" in lost.stderr
+
+
+@pytest.mark.parametrize("name", ["megasync.py", "random.py", "torch.py", "yaml/__init__.py"])
+def test_a_file_that_hides_what_every_process_imports_is_refused_by_the_command(folder: Path, name: str) -> None:
+    write(folder / name, "raise RuntimeError('the user\\'s')")
+    started = f"import sys; sys.path[:] = ['{ROOT}', *sys.path[1:]]; from megasync.cli import entry; entry()"
+    done = run(folder, "-c", started, "plan", "run.yaml")
+    assert done.returncode == 2 and f"rename {name}" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_other_processes_find_ours(folder: Path) -> None:
+    """As ranks, reward processes and vLLM's plug-in are started."""
+    for program in (
+        "import megasync, engine, bridge, exact; print(engine.__file__, bridge.__file__, exact.__file__)",
+        "import sys; sys.path.insert(0, ''); import megasync.rewards.program, engine, bridge, exact; print(engine.__file__)",
+    ):
+        done = run(folder, "-c", program)
+        assert done.returncode == 0 and str(ROOT / "engine" / "__init__.py") in done.stdout, done.stderr
+
+
+def test_what_travels_with_a_job_has_other_names(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rename bridge, engine\.py, exact\.py"):
+        included_modules([folder])
+    assert included_modules([folder / "mine.py"]) == [folder / "mine.py"]
+
+
+@pytest.mark.parametrize("name", ["engine", "bridge.replicas", "exact"])
+def test_a_package_of_ours_is_no_reward(name: str) -> None:
+    with pytest.raises(ConfigError, match="is a package of megasync's own"):
+        resolve_rewards(f"{name}:score")

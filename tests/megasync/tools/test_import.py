@@ -1,0 +1,138 @@
+"""`megasync import`: what configs of verl and TRL become, and that no key of theirs is dropped without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megasync.config.load import load_config
+from megasync.tools.import_config import trl
+from megasync.tools.import_config.carried import Carried
+from megasync.tools.import_config.command import PROJECTS, convert, main, read
+from tests.megasync.config.test_others import TRL, VERL
+
+SCRIPT = """set -x
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+    data.train_files=$SOME_DATA/gsm8k/train.parquet data.val_files=/x/test.parquet data.train_batch_size=1024 \\
+    data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error' \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.ppo_epochs=2 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0.01 \\
+    +actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.max_num_batched_tokens=16384 \\
+    actor_rollout_ref.rollout.val_kwargs.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=True \\
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 custom_reward_function.path=/x/mine.py \\
+    trainer.logger='["console","wandb"]' trainer.n_gpus_per_node=8 trainer.total_training_steps=100 trainer.save_freq=-1 $@
+"""
+GRPO = {
+    "model_name_or_path": "a/b", "output_dir": "out/grpo", "learning_rate": 1e-5, "per_device_train_batch_size": 8,
+    "num_processes": 4,
+    "gradient_accumulation_steps": 2, "steps_per_generation": 8, "num_generations": 16, "num_iterations": 2, "beta": 0.01,
+    "max_completion_length": 1024, "epsilon": 0.2, "loss_type": "dr_grpo", "scale_rewards": False, "max_steps": 80,
+    "warmup_ratio": 0.1, "lr_scheduler_type": "cosine", "bf16": True, "save_steps": 40, "report_to": ["wandb"],
+    "sync_ref_model": True,
+    "reward_funcs": ["accuracy_reward", "lib.rewards.brevity"], "reward_weights": [1.0, 0.1], "vllm_mode": "server",
+    "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.5, "mask_truncated_completions": True,
+    "use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "push_to_hub": True,
+}  # fmt: skip
+
+
+def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SOME_DATA", "/data")
+    script, path = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(SCRIPT)
+    assert main([str(script), "--from", "verl", "--to", str(path)]) == 0
+    config, told = load_config(path), capsys.readouterr().err
+    own, rollout, data = config.algorithm, config.rollout, config.data
+    assert (data.train, data.batch_size, data.prompt_key, data.answer_key, data.too_long, data.chat_template) == (
+        "/data/gsm8k/train.parquet", 1024, "prompt", "reward_model.ground_truth", "drop", True,
+    )  # fmt: skip
+    (held_out,) = data.eval_sets.values()
+    assert (held_out.path, held_out.samples, held_out.temperature) == ("/x/test.parquet", 4, 0.6)
+    assert (rollout.group_size, rollout.max_new_tokens, rollout.max_model_len, rollout.replicas) == (5, 1024, 1536, 4)
+    assert (rollout.reward, rollout.placement, rollout.engine_arguments) == (
+        "mine:compute_score", "colocated", {"max_num_batched_tokens": 16384},
+    )  # fmt: skip
+    assert (own.num_minibatches, own.num_passes, own.kl_coefficient, own.clip_low, own.clip_high, own.dual_clip) == (
+        4, 2, 0.001, 0.2, 0.2, 3.0,
+    )  # fmt: skip
+    assert (own.loss_aggregation, own.importance_correction) == ("sequence_mean", "none")
+    assert (config.engine.tokens_per_microbatch, config.engine.optimizer.beta2, config.engine.optimizer.weight_decay) == (
+        6144,
+        0.999,
+        0.01,
+    )
+    assert (config.run.steps, config.run.loggers, config.checkpoint.every_steps) == (100, ("wandb",), 0)
+    assert "entropy_coeff=0.01: the loss has no entropy term" in told and "hf download Qwen/Qwen2-7B-Instruct" in told
+    assert told.splitlines()[-1] == f"next: megasync train {path} --check"
+
+
+def test_a_config_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(GRPO))
+    assert main([str(tmp_path / "grpo.yaml"), "--from", "trl", "--to", str(tmp_path / "ours.yaml")]) == 0
+    config, told = load_config(tmp_path / "ours.yaml"), capsys.readouterr().err
+    own, optimizer = config.algorithm, config.engine.optimizer
+    assert (config.data.batch_size, own.num_minibatches, own.num_passes) == (16, 4, 2)  # 8 x 4 x 8 completions, of 16 each
+    assert (config.run.steps, config.checkpoint.every_steps, optimizer.warmup_steps) == (10, 5, 8)
+    assert (own.clip_low, own.clip_high, own.kl_coefficient, own.loss_aggregation) == (0.2, 0.2, 0.01, "constant_length")
+    assert (own.importance_correction, own.importance_level, own.importance_cap, own.truncated) == ("tis", "token", 2.5, "mask")
+    assert not own.normalize_advantage_by_std and config.rollout.reward == {"math_verify": 1.0, "lib.rewards:brevity": 0.1}
+    assert (config.rollout.placement, config.rollout.max_new_tokens, config.model.dtype) == ("separate", 1024, "bfloat16")
+    assert (optimizer.decay, optimizer.weight_decay, optimizer.beta2, config.run.seed) == ("cosine", 0.0, 0.999, 42)
+    assert (config.run.dir, config.run.name, config.engine.lora.rank) == ("out", "grpo", 8)
+    assert config.engine.lora.targets == ("linear_qkv", "linear_proj")
+    assert "sync_ref_model=True: the KL's reference stays" in told and "push_to_hub=True: nothing here" in told
+
+
+@pytest.mark.parametrize(("project", "names"), [("verl", VERL), ("trl", TRL)])
+@pytest.mark.parametrize("value", [7, "something", True, ["a", "b"]])
+def test_no_key_is_dropped_without_a_word(project: str, names: dict[str, str], value: object) -> None:
+    """Each alone, of any value: it is carried over, or named with the reason."""
+    for name in [*names, "never.heard.of", "x_1"]:
+        found = convert({name: value}, project)
+        without = convert({}, project)
+        said = [one for one in [*found.left, *found.off] if one.startswith(f"{name}={value}")]
+        is_default = value == PROJECTS[project].DEFAULTS.get(name, "")
+        assert said or is_default or found.keys != without.keys or _has(found, value), (name, found)
+
+
+def _has(found: Carried, value: object) -> bool:
+    return any(one == value for one in found.keys.values())
+
+
+@pytest.mark.parametrize(
+    ("project", "given", "reason"),
+    [
+        ("verl", {"data.train_files": ["a", "b"]}, "one file or folder"),
+        ("verl", {"actor_rollout_ref.actor.ppo_mini_batch_size": 300}, "1024 / 300 is no whole number"),
+        ("verl", {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum"}, "no such value"),
+        ("verl", {"trainer.logger": ["swanlab"]}, "no logger swanlab"), ("verl", {"data.truncation": "left"}, "never cut"),
+        ("verl", {"actor_rollout_ref.rollout.name": "sglang"}, "always vLLM's"),
+        ("trl", {"loss_type": "cispo"}, "no such value"), ("trl", {"scale_rewards": "batch"}, "of their group"),
+        ("trl", {"warmup_ratio": 0.1}, "once run.steps is known"), ("trl", {"optim": "lion_8bit"}, "AdamW"),
+        ("trl", {"use_peft": True, "lora_target_modules": ["q_proj"]}, "not q_proj alone"),
+        ("trl", {"reward_funcs": "org/reward-model"}, "no model"),
+    ],
+)  # fmt: skip
+def test_what_has_no_counterpart_is_named_with_the_reason(project: str, given: dict[str, Any], reason: str) -> None:
+    found = convert(given, project)
+    assert any(name.startswith(f"{list(given)[-1]}=") and reason in text for name, text in found.left.items()), found.left
+
+
+def test_a_yaml_of_verl_with_interpolations_and_one_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("data: {max_response_length: 9, train_files: ['x']}\nactor_rollout_ref:\n  _target_: a.B\n  rollout:\n"
+                    "    n: ${oc.select:data.n,3}\n    name: ???\n"
+        "    response_length: ${data.max_response_length}\n")  # fmt: skip
+    assert read(path) == {
+        "data.max_response_length": 9, "data.train_files": ["x"], "actor_rollout_ref.rollout.n": 3,
+        "actor_rollout_ref.rollout.response_length": 9,
+    }  # fmt: skip
+    path.write_text("python train.py --lr 1")
+    with pytest.raises(ValueError, match="neither a YAML mapping nor overrides"):
+        read(path)
+    assert trl.batch(None, {**trl.DEFAULTS})["data.batch_size"] == 1
