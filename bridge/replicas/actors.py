@@ -18,9 +18,9 @@ import torch
 
 from bridge.config import ReplicaConfig
 from bridge.replicas import places
-from bridge.replicas.launched import CLOSE_SECONDS, UNSTARTED_CLOSE_SECONDS, ActorLauncher, ReplicaActor
+from bridge.replicas.launched import CLOSE_SECONDS, UNSTARTED_CLOSE_SECONDS, ActorLauncher, ReplicaActor, ReplicaDiedError
 
-START_ATTEMPTS = 3  # of a replica that is started anew
+START_ATTEMPTS = 3  # of a replica
 
 
 class TooFewReplicasError(RuntimeError):
@@ -86,16 +86,23 @@ class ReplicaActors(ActorLauncher):
     def finish_start(self) -> None:
         """Wait for those of `begin_start`. Raises as `start`.
 
-        On devices that the trainer shares vLLM starts only now, without room for both, or once more, where it was not enough.
+        Where one is killed meanwhile, all start again, START_ATTEMPTS times at most. On devices that the trainer shares vLLM
+        starts only now, without room for both, or once more, where it was not enough.
         """
         starting = dict(self._starting)
         try:
-            try:
-                self._actors = self._finish_launch(starting)
-            except RuntimeError as error:
-                if not self.config.has_room or "memory" not in str(error).lower():
-                    raise
-                self._actors = self._launch(list(starting), serves_folder=True)
+            for attempt in range(1, START_ATTEMPTS + 1):
+                try:
+                    self._actors = self._finish_launch(starting)
+                    break
+                except RuntimeError as error:
+                    is_short = attempt == 1 and self.config.has_room and "memory" in str(error).lower()
+                    is_tried_again = is_short or (isinstance(error, ReplicaDiedError) and not places.lost_ray())
+                    if self._is_closed or attempt == START_ATTEMPTS or not is_tried_again:
+                        raise
+                    failed = f"the replicas did not start, attempt {attempt} of {START_ATTEMPTS}"
+                    self._untold.append(f"{failed}; it is tried again: {str(error).splitlines()[0]}")
+                starting = self._begin_launch(list(starting), serves_folder=True)
         except BaseException:
             self._release(*self._groups)
             raise
@@ -199,9 +206,12 @@ class ReplicaActors(ActorLauncher):
             self._start_again(replica)
 
     def _start_again(self, replica: int) -> None:
-        """START_ATTEMPTS times at most, for as long as it is wanted."""
+        """START_ATTEMPTS times at most, for as long as it is wanted and Ray is there."""
         for attempt in range(1, START_ATTEMPTS + 1):
             if self._is_closed or not self._is_still_wanted(replica):
+                return
+            if lost := places.lost_ray():
+                self._start_problems[replica] = lost
                 return
             try:
                 started = self._launch([replica], serves_folder=False)
@@ -239,12 +249,14 @@ class ReplicaActors(ActorLauncher):
         went. One that was lost and is there again is another process under the same number: it has come.
 
         Raises:
-            TooFewReplicasError: there were not within `seconds`; with the errors of those that did not start.
+            TooFewReplicasError: there were not within `seconds`, with the errors of those that did not start; or Ray is lost.
         """
         deadline = time.monotonic() + seconds
         self.wait_for_ends()
         self._start_deferred()
         while True:
+            if lost := places.lost_ray():
+                raise TooFewReplicasError(lost)
             threads = list(self._restarts.values())
             is_hopeless = not any(thread.is_alive() for thread in threads)  # before the count, which they raise
             num_there = len(self.wanted & (self._actors.keys() | self._fresh.keys()))

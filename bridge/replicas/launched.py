@@ -7,6 +7,7 @@ to be, and who is asked (actors.py), and which node one is on (places.py).
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,13 @@ CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 SIGN_SECONDS = 5.0  # for an actor that is to close to give a sign of life
 RAY_SECONDS = 5.0  # for Ray to kill one
 PING_SECONDS = 1.0
+# What vLLM says of an engine that a signal has ended while it started (vllm/v1/engine/utils.py:wait_for_engine_startup).
+KILLED = re.compile(r"Failed core proc\(s\): \{.*: -\d+")
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
+
+
+class ReplicaDiedError(RuntimeError):
+    """The actor of a replica, or its engine, was killed: another start may be well."""
 
 
 def no_answer(replicas: Sequence[int], what: str, seconds: float) -> str:
@@ -47,15 +54,17 @@ def gather(refs: list[Any], timeout: float | None = None, replicas: Sequence[int
     `replicas`, as many as `refs`, and `what` they were asked for are named in errors.
 
     Raises:
-        RuntimeError: an actor raised, died, or did not answer in time, or Ray has lost its answer.
+        ReplicaDiedError: an actor died, or the engine that it was starting was killed.
+        RuntimeError: an actor raised, or did not answer in time, or Ray has lost its answer.
     """
     finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=timeout) if refs else ([], [])
     try:
         values = dict(zip(finished, ray.get(finished), strict=True))
     except RayTaskError as error:
-        raise RuntimeError(str(error.cause)) from None
+        kind = ReplicaDiedError if KILLED.search(str(error.cause)) else RuntimeError
+        raise kind(str(error.cause)) from None
     except RayActorError as error:
-        raise RuntimeError(f"a replica's actor died: {error}") from None
+        raise ReplicaDiedError(f"a replica's actor died: {error}") from None
     except RayError as error:  # of a node that is lost with the answer, of memory, of an actor's environment ...
         raise RuntimeError(f"Ray has no answer of a replica: {type(error).__name__}: {error}") from None
     if waiting:
@@ -181,6 +190,8 @@ class ActorLauncher:
         while waiting and time.monotonic() < deadline and not self._is_closed:
             finished, waiting = ray.wait(waiting, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
             self.gather(finished)
+            if waiting and (lost := places.lost_ray()):
+                raise RuntimeError(lost)
         if waiting:
             raise RuntimeError(
                 f"{len(waiting)} of {len(refs)} replicas did not start within {self.config.start_timeout_seconds:g} "

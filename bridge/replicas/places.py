@@ -8,6 +8,7 @@ The workers of one replica are on one node. Leaves out a Ray of one node, where 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 RESERVE_SECONDS = 60.0
+LOST = "no replica can start or answer any more"
 SHARE_OF_CPU = 0.01  # a bundle must hold something: without GPUs a little of a CPU
 
 
@@ -70,6 +72,24 @@ def reserve(replicas: Sequence[int], tensor_parallel: int, *, cuda: bool) -> dic
             remove_placement_group(group)
         raise RuntimeError(f"Ray had no room for {len(groups)} replicas of {bundle} within {RESERVE_SECONDS:g} s: others have it")
     return groups
+
+
+def lost_ray() -> str:
+    """Why no replica can start or answer any more: what has died of a Ray that this process has started, or all of its nodes.
+
+    Its raylet is missed at once (ray 2.60.0 _private/node.py:dead_processes), by Ray itself after 15 seconds. Empty: nothing.
+    """
+    node = ray._private.worker._global_node
+    dead = node.dead_processes() if node is not None else []
+    if dead:
+        kind, process = dead[0]
+        return f"the {kind} of this run's Ray, process {process.pid}, has ended ({exit_text(process.returncode)}): {LOST}"
+    return "" if not ray.is_initialized() or num_nodes() else f"no node of Ray is alive: {LOST}"
+
+
+def exit_text(code: int) -> str:
+    """Of a process, by subprocess.Popen.returncode."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def num_nodes() -> int:

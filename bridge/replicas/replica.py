@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ class Replica:
 
     def __init__(self, index: int, config: ReplicaConfig, *, serves_folder: bool) -> None:
         """`serves_folder`: whether it may generate before the first sync, with the weights of the model folder."""
+        sys.path.insert(0, str(Path(__file__).parents[2]))  # vLLM's workers inherit it: a user's bridge.py is not taken for ours
         self.index, self.config = index, config
         self.version: int | None = FOLDER_VERSION if serves_folder else None
         self._state = ReplicaState.SERVING

@@ -54,8 +54,8 @@ class RewardPool:
         self.takes_groups = any(reward.takes_list for reward in self.rewards)
         self.identity = identity(self.rewards)
         names = [reward.name for reward in self.rewards]
-        self.serial = Lane(names, rollout, self._fail)
-        self.concurrent = Lane(names, rollout, self._fail, then=self.serial)
+        self.serial = Lane(names, rollout, self._fail, is_serial=True)
+        self.concurrent = Lane(names, rollout, self._fail, is_serial=False)
         self._numbers, self._noted = itertools.count(1), Counter[tuple[str, str]]()
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,42 @@ def begin(setup: Setup) -> socket.socket | None:
     return connection
 
 
+def note(notes: int, number: int) -> None:
+    """That the call of this number is worked on from now on; 0: none is."""
+    os.pwrite(notes, BEGUN.pack(time.monotonic(), number), 0)
+
+
+@contextlib.contextmanager
+def noted(notes: int, number: int) -> Iterator[None]:
+    """That the block is of this number."""
+    note(notes, number)
+    try:
+        yield
+    finally:
+        note(notes, 0)
+
+
+class Steps:
+    """Awaits a coroutine, each of whose steps from one wait to the next is run in `around`."""
+
+    def __init__(self, coroutine: Any, around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self.coroutine, self.around = coroutine, around
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        send, throw = self.coroutine.send, self.coroutine.throw
+        step, value = send, None
+        while True:
+            try:
+                with self.around():
+                    waits_for = step(value)
+            except StopIteration as end:
+                return end.value
+            try:
+                value, step = (yield waits_for), send
+            except BaseException as error:  # noqa: BLE001 # handed on
+                value, step = error, throw
+
+
 class Program:
     """Reads calls and answers them."""
 
@@ -87,10 +124,8 @@ class Program:
         while (calls := self.loop.run_until_complete(self._next_in_turn())) is not None:
             sent = time.monotonic()
             for call in calls:
-                os.pwrite(self.notes, BEGUN.pack(time.monotonic(), call.number), 0)
-                is_async = self.rewards[call.reward].is_async
-                answer = self.loop.run_until_complete(self._answer_async(call)) if is_async else self._answer(call)
-                self.answers.append(answer)
+                note(self.notes, call.number)
+                self.answers.append(self._answer(call))
                 seconds = time.monotonic() - sent
                 if call is calls[-1] or seconds > MAX_UNSENT_SECONDS:
                     self._send(seconds)
@@ -137,7 +172,8 @@ class Program:
         reward, limit = self.rewards[call.reward], asyncio.timeout(self.limit_seconds)
         try:
             async with limit:
-                value = await reward.function(call.samples if reward.takes_list else call.samples[0])
+                given = reward.function(call.samples if reward.takes_list else call.samples[0])
+                value = await Steps(given, lambda: noted(self.notes, call.number))
             return Answer(call.number, numbers(value, reward, len(call.samples)))
         except BaseException as error:  # noqa: BLE001 # the user's, told to the trainer
             late = f"took longer than rollout.reward_timeout_seconds = {self.limit_seconds:g}"

@@ -125,7 +125,7 @@ def played_of(attempt: Attempt, ended: Ended, turns: list[tuple[Any, Turn]]) -> 
         finish_reason="length" if is_cut else "stop",
         num_turns=len(turns),
         seconds=attempt.waited_seconds + ended.own_seconds,
-        tool_seconds=ended.own_seconds,
+        tool_seconds=ended.tool_seconds or 0.0,
         num_prompt=attempt.num_prompt,
         num_held=attempt.num_held,
         metrics=ended.metrics,

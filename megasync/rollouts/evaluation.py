@@ -9,6 +9,7 @@ Leaves out when it is done, which is the session's.
 
 from __future__ import annotations
 
+import math
 import statistics
 import zlib
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from megasync.rollouts.requests import SEED_STRIDE
 if TYPE_CHECKING:
     from bridge.generation import Completion, GenerationRequest
     from megasync.config.schema import Config
-    from megasync.data.prompts import Prompts, RunData
+    from megasync.data.load import RunData
+    from megasync.data.prompts import Prompts
     from megasync.episodes.task import Played
 
 HELD_OUT = "held_out"  # in samples.jsonl the name of data.eval's file, where it is one
@@ -78,6 +80,8 @@ def outcome_of(
         metrics[f"eval/{evaluation.name}/truncated"] = statistics.fmean(ends)
     else:
         metrics = {"eval/reward": statistics.fmean(reward for group in rewards for reward in group)}
+    name = f"eval/{evaluation.name}/error" if evaluation.pass_reward else "eval/reward_error"
+    metrics |= error_metric(name, [statistics.fmean(group) for group in rewards])
     firsts = list(zip(evaluation.examples, completions, rewards, strict=True))[:num_lines]
     lines = [requests.sample_line(prompts, example, group[0], own[0], evaluation.name) for example, group, own in firsts]
     return Outcome(metrics, lines)
@@ -91,6 +95,16 @@ def set_metrics(name: str, rewards: Sequence[Sequence[float]], pass_reward: floa
     for k in sorted({2**power for power in range(num_samples.bit_length()) if 2**power < num_samples} | {num_samples}):
         metrics[f"eval/{name}/pass@{k}"] = statistics.fmean(pass_at_k(num_samples, count, k) for count in passed)
     return metrics
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of one value a prompt, of two prompts or more (E. Miller, arXiv:2411.00640, sections 2.1 and 2.2)."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def error_metric(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The standard error of one value a prompt, under this name; {} for one prompt alone."""
+    return {name: standard_error(values)} if len(values) > 1 else {}
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

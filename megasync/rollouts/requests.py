@@ -23,6 +23,7 @@ from bridge.generation import Completion, GenerationRequest, Sampling
 from megasync.config.data_section import TRAIN_SET
 from megasync.data.data import Example
 from megasync.episodes.task import Played, Task
+from megasync.rewards.answers.read import opens_thinking
 from megasync.rewards.functions import RewardInput
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megasync.rewards.pool import RewardPool
 
 SEED_STRIDE = 1_000_003
+PROMPT_END_TOKENS = 32  # in which <think> and the like stand, whatever the tokenizer makes of them
 MAX_LOGGED_TOKENS = 1024  # of a response, or a branch; what there is of each token is left out after these
 
 
@@ -67,7 +69,7 @@ def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: i
 def task_of(prompts: Prompts, example: Example, request: GenerationRequest) -> Task:
     """What the members of a group play."""
     ids, seed = request.prompt_ids, request.seed
-    turns = tuple((turn["role"], turn["content"]) for turn in prompts.turns(example))
+    turns = tuple((turn["role"], turn.get("content") or "") for turn in prompts.turns(example))
     return Task(example.prompt, ids, example.answer, example.extra, seed, turns=turns, line=example.line)
 
 
@@ -93,9 +95,9 @@ def digest_of(value: object) -> int:
 
 
 def reward_inputs(
-    example: Example, completions: Sequence[Completion | Played], texts: Sequence[str], max_tokens: int
+    example: Example, completions: Sequence[Completion | Played], texts: Sequence[str], max_tokens: int, *, thinking: bool = False
 ) -> list[RewardInput]:
-    """`texts`: of the completions, of episodes of their last turns."""
+    """`texts`: of the completions, of episodes of their last turns; `thinking`: the prompt began it."""
     return [
         RewardInput(
             prompt=example.prompt,
@@ -105,9 +107,15 @@ def reward_inputs(
             max_tokens=max_tokens,
             extra=example.extra,
             line=example.line,
+            thinking=thinking,
         )
         for completion, text in zip(completions, texts, strict=True)
     ]
+
+
+def begins_thinking(prompts: Prompts, example: Example) -> bool:
+    """Whether the prompt, as the model gets it, ends within the thinking, as those of some chat templates do."""
+    return opens_thinking(prompts.tokenizer.decode(list(prompts.prompt_ids(example)[-PROMPT_END_TOKENS:])))
 
 
 def sample_line(
@@ -134,7 +142,7 @@ def token_fields(prompts: Prompts, done: Completion | Played) -> dict[str, Any]:
     Their texts, special tokens included; vLLM's log-probs; and their versions as runs, [version, number of tokens] each.
     """
     if isinstance(done, Played):
-        return {"branches": [_pieces(prompts, branch, with_tokens=True) for branch in done.branches]}
+        return {"branches": [pieces(prompts, branch, with_tokens=True) for branch in done.branches]}
     return _fields(prompts, done.token_ids, done.log_probs, done.weight_versions, 0)
 
 
@@ -150,7 +158,7 @@ def episode_line(prompts: Prompts, played: Played, *, answer: str, reward: float
         "versions": [int(min(map(min, versions))), int(max(map(max, versions)))] if versions else [],
         "finish_reason": played.finish_reason,
         "turns": played.num_turns,
-        "branches": [_pieces(prompts, branch) for branch in played.branches],
+        "branches": [pieces(prompts, branch) for branch in played.branches],
         "metrics": dict(played.metrics),
         "info": dict(played.info),
         "failures": played.num_failures,
@@ -178,13 +186,14 @@ def _told(pieces: Sequence[Mapping[str, Any]], log_probs: npt.NDArray[np.float32
     return made
 
 
-def _pieces(prompts: Prompts, branch: Branch, *, with_tokens: bool = False) -> list[dict[str, Any]]:
+def pieces(prompts: Prompts, branch: Branch, *, with_tokens: bool = False) -> list[dict[str, Any]]:
     """Runs of sampled and of given tokens in turns, special tokens shown."""
     cuts = [0, *(np.flatnonzero(np.diff(branch.is_sampled)) + 1).tolist(), len(branch.token_ids)]
     made, logged = list[dict[str, Any]](), 0
     for begin, end in pairwise(cuts):
         ids, is_sampled = branch.token_ids[begin:end], bool(branch.is_sampled[begin])
-        piece = {"sampled": is_sampled, "text": prompts.tokenizer.decode(ids.tolist()), "tokens": end - begin}
+        text = prompts.detokenizer.text(ids.tolist()) if begin else prompts.detokenizer.whole(ids.tolist())
+        piece = {"sampled": is_sampled, "text": text, "tokens": end - begin}
         if with_tokens and is_sampled and logged < MAX_LOGGED_TOKENS:
             piece |= _fields(prompts, ids, branch.log_probs[begin:end], branch.weight_versions[begin:end], logged)
             logged += end - begin

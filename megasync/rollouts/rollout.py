@@ -28,6 +28,7 @@ from megasync.rollouts.group import Group, StreamSettings, TieWatch, tied_fracti
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.records import Records
 from megasync.rollouts.requests import (
+    begins_thinking,
     request_digest,
     reward_digest,
     reward_inputs,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from bridge.generation import Completion
     from bridge.replicas.pool import ReplicaPool
     from megasync.config.schema import Config
-    from megasync.data.prompts import RunData
+    from megasync.data.load import RunData
     from megasync.reporting.log import RunLog
 
 
@@ -181,7 +182,8 @@ class Rollouts:
 
     async def _by_rewards(self, example: Example, done: Sequence[Completion | Played], limit: int) -> list[Scored]:
         ids = [np.array(one.final_ids, np.int32) if isinstance(one, Played) else one.token_ids for one in done]
-        return await self.rewards.score_group(reward_inputs(example, done, await self._texts(ids), limit))
+        thinking = begins_thinking(self.prompts, example)
+        return await self.rewards.score_group(reward_inputs(example, done, await self._texts(ids), limit, thinking=thinking))
 
     async def _texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
         """What is asked for before the loop comes round is decoded together, in one thread."""

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of an episode under `retry`, and in evaluations
 NUM_NOTED = 3  # failures that are logged, of each kind: raised, returned, took, was, ended
+RETURNED = "_returned"
 TURNS_KEY, FAILURE_KEY = "rollout.episode_max_turns", "rollout.episode_on_failure"
 
 
@@ -126,7 +127,8 @@ class Episodes:
                 played = replace(played_of(attempt, ended, turns), num_failures=failures)
                 break
             failures, played = failures + 1, self._after_failure(attempt, ended, failures + 1)
-            attempt = Attempt(group, member, failures)
+            is_deadly = attempt.history.is_deadly
+            attempt = Attempt(group, member, failures, history=History(is_deadly=is_deadly))
         del self._attempts[group.key, member]
         group.complete(member, played)
         if not group.missing:
@@ -161,7 +163,7 @@ class Episodes:
         if (policy == "retry" or is_evaluation) and failures < ATTEMPTS:
             return None
         is_dropped = policy == "drop" and not is_evaluation
-        seconds = attempt.waited_seconds + ended.own_seconds, ended.own_seconds
+        seconds = attempt.waited_seconds + ended.own_seconds, ended.tool_seconds or 0.0
         return Played((), 0.0, "length", 0, *seconds, num_failures=failures, is_dropped=is_dropped)
 
     # ------------------------------------------------------------------------------------------------ one turn
@@ -262,7 +264,7 @@ def episode_identity(config: Config) -> str:
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Means over a batch's episodes; `tool_share`: of their time, that they did not wait for the model."""
+    """Means over a batch's episodes; `tool_share`: of their time. RETURNED is put behind a name of ours that episodes return."""
     if not played:
         return {}
     names = sorted({name for one in played for name in one.metrics})
@@ -273,9 +275,8 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
         "sampled_tokens": [one.num_sampled for one in played],
         "given_tokens": [one.num_given for one in played],
         "branches": [len(one.branches) for one in played],
-        **own,
     }
-    return {f"episode/{name}": statistics.fmean(values) for name, values in columns.items()} | {
+    found = {f"episode/{name}": statistics.fmean(values) for name, values in columns.items()} | {
         "episode/failures": float(sum(one.num_failures for one in played)),
         "episode/dropped": float(sum(one.is_dropped for one in played)),
         "episode/prefix_hits": sum(one.num_held for one in played) / max(sum(one.num_prompt for one in played), 1),
@@ -283,3 +284,5 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
         "episode/anew": float(sum(one.is_anew for one in played)),
         "episode/tool_share": sum(one.tool_seconds for one in played) / max(sum(one.seconds for one in played), 1e-9),
     }
+    keys = {name: f"episode/{name}" if f"episode/{name}" not in found else f"episode/{name}{RETURNED}" for name in own}
+    return found | {keys[name]: statistics.fmean(values) for name, values in own.items()}

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 PROMPT = (20, 21, 22, 23)
 PROMPTS = ((20, 21, 22, 23, 24, 25), (30, 31))
 NUM_SAMPLES = 3
+SPECIALS = ("<pad>", "<eos>", "<bos>")
 ARGUMENTS = {"max_num_batched_tokens": 300}
 
 
@@ -59,8 +60,8 @@ def generate(pool: OpenPool, **fields: Any) -> list[Completion]:
 
 
 def text(completion: Completion) -> str:
-    """As the tokenizer of tests/support/tiny_models.py has it, and as vLLM does, without its special tokens."""
-    return "".join(chr(token + ord(" ") - 3) for token in completion.token_ids if token >= 3)
+    """As the tokenizer of tests/support/tiny_models.py has it, with its special tokens."""
+    return "".join(SPECIALS[token] if token < 3 else chr(token + ord(" ") - 3) for token in completion.token_ids)
 
 
 def test_arguments_of_the_config_reach_vllm(pool) -> None:
@@ -111,6 +112,15 @@ def test_a_stop_text_ends_a_response_that_keeps_it(pool) -> None:
             assert text(after) == text(before)[: at + len(stop)] and after.finish_reason == "stop"
         assert len(after.log_probs) == len(after.weight_versions) == len(after.token_ids)
     assert whole[0].finish_reason == "length"
+
+
+def test_a_special_token_s_text_ends_a_response(pool) -> None:
+    """As rewards see it; vLLM's own detokenizer would leave it out."""
+    whole = generate(pool, num_samples=4, seed=5)
+    assert any(SPECIALS[2] in text(each) for each in whole)
+    for before, after in zip(whole, generate(pool, num_samples=4, seed=5, stop=(SPECIALS[2],)), strict=True):
+        head, found, _ = text(before).partition(SPECIALS[2])
+        assert text(after) == head + found and after.finish_reason == ("stop" if found else "length")
 
 
 def ending(pool: OpenPool, max_new_tokens: int) -> list[tuple[tuple[int, ...], Completion]]:

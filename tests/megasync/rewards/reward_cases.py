@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -113,7 +114,20 @@ def leaves() -> float:
     os._exit(3)
 
 
+def leaves_a_thread() -> float:
+    """That ends the process later, when it works on what comes next."""
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return 4.0
+
+
+def takes_a_second() -> float:
+    time.sleep(1)
+    return 4.0
+
+
 DEEDS = {
+    "leaves a thread": leaves_a_thread,
+    "takes a second": takes_a_second,
     "raises": raises,
     "nan": lambda: float("nan"),
     "none": lambda: None,

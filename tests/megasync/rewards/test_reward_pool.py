@@ -26,6 +26,8 @@ from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from tests.support.config_files import ROOT
 from tests.support.rewards import CASES, children, given, until
 
+HARD = r"$\binom{100000000}{50000000}$"  # cannot be worked out in any time
+
 
 def score(reward: str | dict[str, float], *groups: list[RewardInput], **keys: Any) -> list[list[Scored]]:
     """All groups at once, through a pool of its own, of which nothing is left."""
@@ -102,9 +104,9 @@ def test_the_loop_is_not_blocked_by_the_math_reward() -> None:
 
     async def main() -> float:
         with RewardPool(RolloutConfig(reward="math_verify")) as pool:
-            hard = asyncio.ensure_future(pool.score(given("$9^{9^{9^9}}$")[0]))
             easy = [one.total for one in await pool.score_group(given(r"\boxed{\frac{92}{2}}", "47"))]
-            assert easy == [1, 0]
+            assert easy == [1, 0]  # and processes are there
+            hard = asyncio.ensure_future(pool.score(given(HARD)[0]))
             while not hard.done():
                 await asyncio.sleep(0.01)
                 turns.append(1)
@@ -200,6 +202,19 @@ def test_those_behind_a_sample_that_ends_their_process_are_scored_by_another(dee
     assert totals(f"{CASES}:deed", samples, reward_on_failure="zero", **keys) == [4] * 300 + [0] + [4] * 300
 
 
+def test_a_sample_is_not_blamed_for_what_one_before_it_has_left_behind() -> None:
+    keys = {"reward_processes": 1, "reward_on_failure": "stop"}
+    assert totals(f"{CASES}:deed", given("good", "leaves a thread", "takes a second", "good"), **keys) == [4] * 4
+
+
+def test_of_many_side_by_side_the_guilty_alone_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """They are called again in smaller sets, not one after the other."""
+    responses = [*["good"] * 50, "is killed", *["good"] * 40, "crashes", *["good"] * 30, "leaves", *["fine"] * 5]
+    keys = {"reward_processes": 2, "reward_concurrency": 128, "reward_on_failure": "zero"}
+    (group,) = score(f"{CASES}:async_deed", given(*responses), **keys)
+    assert [one.total for one in group] == [4 * (response in ("good", "fine")) for response in responses]
+
+
 def test_a_sample_is_not_blamed_for_the_time_of_the_one_before_it() -> None:
     """The second is late, and answers while its process is being ended, which works on the third by then."""
     keys = {"reward_timeout_seconds": 4, "reward_processes": 1, "reward_on_failure": "zero"}
@@ -223,7 +238,7 @@ def test_a_process_that_dies_between_two_samples_fails_neither() -> None:
 
 def test_what_the_math_reward_cannot_work_out_is_worth_0() -> None:
     """Even where its process has to be killed, and whatever reward_on_failure says."""
-    (group,) = score("math_verify", given("$9^{9^{9^9}}$", "46"), reward_timeout_seconds=1)
+    (group,) = score("math_verify", given(HARD, "46"), reward_timeout_seconds=1)
     assert [(one.total, one.failures) for one in group] == [(0, ("math_verify",)), (1, ())]
 
 
@@ -237,6 +252,9 @@ def test_what_reasoning_gym_cannot_read_is_worth_0() -> None:
     factors, integral = of_task["prime_factorization"], of_task["simple_integration"]
     answer = json.loads(factors["entry"])["answer"]
     assert totals("reasoning_gym", given("the factors are two", answer, **factors)) == [0, 1]
+    thought, cut = f"<think><answer>{answer}</answer></think><answer>two</answer>", f"<think>It is {answer}"
+    boxed = f"<think>two</think>Factors: \\boxed{{{answer}}}"
+    assert totals("reasoning_gym", given(thought, cut, f"<think>two</think>{answer}", boxed, **factors)) == [0, 0, 1, 1]
     (group,) = score("reasoning_gym", given("9**9**9**9", **integral), reward_timeout_seconds=2)
     assert [(one.total, one.failures) for one in group] == [(0, ("reasoning_gym",))]
     assert "KeyError: 'entry'" in failure("reasoning_gym", *given("2"))

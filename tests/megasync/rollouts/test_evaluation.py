@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError
-from megasync.rollouts.evaluation import evaluations, pass_at_k, requests_of, set_metrics
-from megasync.data.prompts import load_data
+from megasync.rollouts.evaluation import error_metric, evaluations, pass_at_k, requests_of, set_metrics
+from megasync.data.load import load_data
 from megasync.rollouts.requests import training_request
 from megasync.submit import absolute_paths
 from tests.support.config_files import cannot_run, write, write_runnable
@@ -44,6 +44,10 @@ def test_metrics_of_a_set(rewards: list[list[float]]) -> None:
 
 def test_one_sample_has_one_figure_each() -> None:
     assert set_metrics("a", [[1.0], [0.0]], 1.0) == {"eval/a/avg@1": 0.5, "eval/a/pass@1": 0.5}
+
+
+def test_the_error_of_a_mean_is_over_the_prompts() -> None:
+    assert error_metric("e", [1.0, 0.0, 1.0, 1.0]) == {"e": 0.25} and error_metric("e", [1.0]) == {}
 
 
 # -------------------------------------------------------------------------------------------------------- data.eval
@@ -137,8 +141,10 @@ def test_malformed_sets_are_named_with_their_set(tmp_path: Path, text: str, word
 def test_a_set_may_have_a_name_of_digits(tmp_path: Path) -> None:
     """YAML has a number there; keys on the command line reach the same set."""
     path = write(tmp_path / "a.yaml", "data: {eval: {24: {path: a.jsonl}, 25: {path: b.jsonl}}}")
-    sets = load_config(path, ["data.eval.24.limit=3", "data.eval={25: {limit: 4}}"]).data.eval_sets
+    sets = load_config(path, ["data.eval.24.limit=3", "data.eval.25.limit=4"]).data.eval_sets
     assert {name: (each.path, each.limit) for name, each in sets.items()} == {"24": ("a.jsonl", 3), "25": ("b.jsonl", 4)}
+    sets = load_config(path, ["data.eval={25: {limit: 4}}"]).data.eval_sets  # a mapping of the user's names replaces
+    assert {name: (each.path, each.limit) for name, each in sets.items()} == {"25": ("b.jsonl", 4)}
 
 
 def test_a_folder_with_several_splits_is_evaluated_on_one(runnable: Path) -> None:

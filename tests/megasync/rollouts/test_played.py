@@ -75,6 +75,12 @@ def test_metrics_count_members_and_sampled_tokens() -> None:
     assert episode_metrics([]) == {}
 
 
+def test_a_metric_of_an_episode_hides_none_of_ours() -> None:
+    found = episode_metrics([Played(num_turns=3, metrics={"turns_mean": 7.0, "failures": 2.0, "tools/calls": 1.0})])
+    assert (found["episode/turns_mean"], found["episode/turns_mean_returned"]) == (3.0, 7.0)
+    assert (found["episode/failures"], found["episode/failures_returned"], found["episode/tools/calls"]) == (0.0, 2.0, 1.0)
+
+
 def test_rewards_that_have_a_name_are_means_over_what_they_scored() -> None:
     """Beside episodes that say themselves what they are worth."""
     by_rewards = [Scored(1.5, {"a": 1.0, "b": 0.5}), Scored(0.0, {"a": 0.0, "b": 0.0}, ("b",))]

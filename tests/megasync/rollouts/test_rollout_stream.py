@@ -20,6 +20,7 @@ from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
 from megasync.episodes.wire import Ended
 from megasync.rewards.pool import Scored
+from megasync.rewards.wire import Failure
 from megasync.rollouts.dispatch import RepeatedLossError
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.stream import RolloutStream
@@ -134,6 +135,39 @@ class SilentPlayer:
     async def run(self, task: Task, ask: object, history: History | None = None) -> tuple[Ended, list[tuple[Any, Turn]]]:
         await asyncio.sleep(0.01)
         return Ended(0, reward=1.0), []
+
+
+class DeadlyPlayer:
+    """The first episode has ended its process twice; `known` for each time that one is played: whether it is to be alone."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, list[bool]] = {0: [], 1: []}
+
+    async def run(self, task: Task, ask: object, history: History) -> tuple[Ended, list[tuple[Any, Turn]]]:
+        await asyncio.sleep(0.01)
+        self.known[task.member].append(history.is_deadly)
+        if task.member == 0 and len(self.known[0]) < 3:
+            history.is_deadly = True
+            return Ended(0, failure=Failure("had its process killed by SIGKILL")), []
+        return Ended(0, reward=1.0), []
+
+
+def test_an_episode_that_has_ended_its_process_is_tried_again_alone() -> None:
+    request, task, player = GenerationRequest((1,), num_samples=2), Task("?", (1,), ""), DeadlyPlayer()
+
+    async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
+        return [Scored(1.0, {}) for _ in samples]
+
+    made, episodes = [Group(0, request, task=task)], (cast(Any, player), EpisodeSettings(max_turns=2, max_tokens=8))
+    settings = replace(SETTINGS, slots=None)
+    stream = RolloutStream(cast(Any, AskedPool()), settings, made.__getitem__, score, print, episodes=episodes)
+    try:
+        stream.serve(0)
+        stream.admit(0)
+        assert stream.take(0) == made
+        assert player.known == {0: [False, True, True], 1: [False]}
+    finally:
+        stream.close()
 
 
 def test_episodes_without_a_turn_began_when_they_were_played() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 from bridge.generation import Completion
 from megasync.assets import build_tokenizer
 from megasync.config.schema import DataConfig
+from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.task import Played
 from megasync.rollouts import requests
 from megasync.rollouts.requests import episode_line, rows_of_first_members, token_fields, with_trainer_log_probs
+from tests.support.chat_families import FAMILIES
 
 PROMPT = [3, 4, 5]
 
@@ -64,3 +67,15 @@ def test_rows_are_those_of_each_groups_first_member() -> None:
     assert rows_of_first_members(groups, members, 4) == [[0, 1], [], [], [4]]
     without_tokens = with_trainer_log_probs({"branches": []}, [np.empty(0, np.float32)])
     assert without_tokens == {"branches": []} == with_trainer_log_probs({"branches": []}, [])
+
+
+def test_a_prompt_that_begins_the_thinking(tmp_path: Path) -> None:
+    """As the template renders it; rewards are told, so that a response in which the thinking does not end has no answer."""
+    for name, end, begins in (("open", "<think>\n", True), ("closed", "<think>\n\n</think>\n\n", False), ("none", "", False)):
+        tokenizer = copy.deepcopy(FAMILIES["qwen3"].tokenizer())
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+        tokenizer.chat_template += f"{{% if add_generation_prompt %}}{end}{{% endif %}}"
+        tokenizer.save_pretrained(tmp_path / name)
+        prompts = Prompts(str(tmp_path / name), DataConfig(chat_template=True))
+        example = Example("1+1=", "2", 1)
+        assert requests.begins_thinking(prompts, example) == begins, prompts.prompt_text(example)
