@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megasync.reporting import signs
+from megasync.reporting import learning, signs
 from megasync.reporting.signs import Lines, Series
 
 Setting = Callable[[str], object]  # the value of a key of the run's config, None where it is not known
@@ -98,25 +98,38 @@ KL_TERM = Unless("a KL term (algorithm.kl_coefficient)", _within("algorithm.kl_c
 TIS = Unless("algorithm.importance_correction=tis", _has("algorithm.importance_correction", "tis", "mask"))
 LESS_STALE = Unless("a smaller rollout.max_staleness", _within("rollout.max_staleness", 0, 0))
 LOWER_RATE = "a lower learning rate"
+CLIPPED_NORM = Unless("engine.optimizer.clip_grad_norm=1.0", _within("engine.optimizer.clip_grad_norm", 1e-12, 1.0))
+LOOK = "look at the samples: the reward may not tell good responses from bad ones"
+FLAT = ("flat_and_still", "flat_and_moving")
 CONDITIONS = (
+    Condition("reward_falls", "The reward has fallen", "below its start or its best, by more than its error",
+              ("a lower learning rate, a third to a tenth", CLIPPED_NORM, "more warmup_steps", KL_TERM, LESS_STALE),
+              learning.falls, covers=("tied_groups", "reward_constant", "no_gradient")),
+    Condition("flat_and_still", "The reward is flat, and the policy hardly moves",
+              "change within its error, 20 steps or more",
+              ("a higher learning rate, three to ten times", "more steps", LOOK, "prompts less hard or easy"),
+              learning.flat_and_still),
+    Condition("flat_and_moving", "The reward is flat, though the policy moves",
+              "the same; entropy has changed by a fifth, 1 % of the tokens are clipped, or the KL is above 0.01",
+              (LOWER_RATE, LOOK, "a larger data.batch_size or group_size"), learning.flat_and_moving),
     Condition("entropy_collapse", "The policy's entropy has collapsed", "below 0.1 nats and a fifth of the start's",
               (Unless("algorithm.clip_high above clip_low (0.28 and 0.2)", _clips_higher), LOWER_RATE, "a higher temperature",
                KL_TERM), signs.entropy),
     Condition("reward_constant", "All responses get the same reward", "deviation 0 in the last 10 steps",
-              ("look at the samples: the reward may not read the answer as the model writes it, or the task may be too hard",),
-              signs.constant_reward, covers=("tied_groups", "no_gradient")),
+              ("look at the samples: the reward may not read what the model writes, or the task may be too hard, or solved",),
+              signs.constant_reward, covers=("tied_groups", "no_gradient", *FLAT)),
     Condition("tied_groups", "Most groups teach nothing, their rewards are all equal", "mean above 80 % over the last 10 steps",
               (_set_to("algorithm.filter_groups", "true"), "a higher rollout.temperature", "a larger group_size",
                "prompts less hard or easy"),
               signs.above("groups/tied_fraction", 0.8, "{0:.0%} of the groups"), covers=("no_gradient",)),
     Condition("learning_rate_zero", "The learning rate is 0", "0 for the last 3 steps, a tenth of all",
-              ("engine.optimizer.decay_steps, min_learning_rate and warmup_steps against run.steps",), signs.rate),
+              ("engine.optimizer.decay_steps, min_learning_rate and warmup_steps against run.steps",), signs.rate,
+              covers=FLAT),
     Condition("no_gradient", "Nothing is learnt, the gradient is 0", "norm 0 in the last 10 steps",
               ("look at rewards and advantages: with equal ones, or all responses masked, there is nothing to learn",),
-              signs.gradient),
+              signs.gradient, covers=FLAT),
     Condition("gradient_spikes", "The gradient norm has spikes", "3 steps above 10 times the median",
-              (Unless("engine.optimizer.clip_grad_norm=1.0", _within("engine.optimizer.clip_grad_norm", 1e-12, 1.0)), LOWER_RATE,
-               "more warmup_steps"), signs.spikes),
+              (CLIPPED_NORM, LOWER_RATE, "more warmup_steps"), signs.spikes),
     Condition("skipped_steps", "Optimizer steps were left out, loss or gradient was not finite", "any",
               (LOWER_RATE, Unless("for one run model.dtype=float32, which tells whether it is precision",
                                   _has("model.dtype", "float32"))), signs.skipped),
@@ -130,7 +143,8 @@ CONDITIONS = (
                Unless("algorithm.truncated=mask or penalise", _has("algorithm.truncated", "mask", "penalise"))),
               signs.above("response/truncated_fraction", 0.3, "{0:.0%} of the responses")),
     Condition("clipping", "Much of the policy gradient is clipped", "mean above 20 % of the tokens over the last 10 steps",
-              (LOWER_RATE, Unless("fewer algorithm.num_minibatches", _within("algorithm.num_minibatches", 1, 1))),
+              (LOWER_RATE, Unless("fewer algorithm.num_minibatches", _within("algorithm.num_minibatches", 1, 1)),
+               Unless("fewer algorithm.num_passes", _within("algorithm.num_passes", 1, 1))),
               signs.above("ratio/clipped_fraction", 0.2, "{0:.0%} of the tokens")),
     Condition("ess_low", "Few samples carry the importance weights", "effective size below 50 % over the last 10 steps",
               (LESS_STALE, _set_to("algorithm.importance_correction", "mask"), LOWER_RATE),

@@ -47,9 +47,14 @@ METRICS = (
     *_of(
         "learning",
         ("eval/reward", "Held-out reward", "", "Mean reward of greedy responses to data.eval, where that is one file."),
+        ("eval/reward_error", "Held-out reward's error", "", "Its standard error, over the prompts."),
         ("eval/accuracy", "Held-out accuracy", SHARE, "sft: examples of data.eval of which greedy decoding gives the answer."),
+        ("eval/loss", "Held-out loss", NATS, "sft: negative log-likelihood of the answers of data.eval, a token."),
+        ("eval/perplexity", "Held-out perplexity", "", "sft: the exponential of the held-out loss."),
+        ("eval/accuracy_error", "Held-out accuracy's error", SHARE, "Its standard error, over the examples."),
         ("eval/NAME/avg@K", "NAME avg@K", "", "Mean reward of K samples a prompt of an evaluation set."),
         ("eval/NAME/pass@K", "NAME pass@K", SHARE, "Chance that one of K samples passes, that is has `pass_reward` or more."),
+        ("eval/NAME/error", "NAME's error", "", "Standard error of avg@K, over the prompts."),
         ("eval/NAME/truncated", "NAME truncated", SHARE, "Responses to an evaluation set that were cut off at the limit."),
         ("reward/mean", "Sampled reward", "", "Mean reward of the step's responses, before any penalty for length."),
         ("reward/std", "Reward deviation", "", "Standard deviation of the rewards of the step's responses."),
@@ -63,7 +68,7 @@ METRICS = (
         ("loss/sft", "Supervised loss", NATS, "Negative log-likelihood of the answers, a token."),
         ("loss/total", "Total loss", "", "All that has gradients: policy, KL and load balancing with their coefficients."),
         ("loss/kl", "KL to the reference", NATS,
-         "Estimate (k3) of the KL divergence to the start model, without its coefficient."),
+         "Where algorithm.kl_coefficient is above 0: estimate (k3) of the KL divergence to the start model, without it."),
         ("loss/load_balancing", "Load-balancing loss", "", "Of the routers; 1 where all experts get the same."),
         ("grad_norm", "Gradient norm", "", "Global norm before clipping, mean of the step's mini-batches."),
         ("learning_rate", "Learning rate", "", "After the schedule's last optimizer step."),
@@ -87,7 +92,8 @@ METRICS = (
          "Groups with equal rewards that were replaced (algorithm.filter_groups)."),
         ("train/response_tokens", "Trained tokens", "tokens", "Sampled tokens in the step's loss."),
         ("episode/turns_mean", "Turns", "turns", "Mean number of the turns of an episode."),
-        ("episode/tool_seconds", "Time in tools", SECONDS, "Mean of an episode, in which it did not wait for the model."),
+        ("episode/tool_seconds", "Time in tools", SECONDS,
+         "Mean of an episode: its tools, its environment and its own code, without what it waited for the model or a thread."),
         ("episode/tool_share", "Share of time in tools", SHARE, "The same over the episodes' whole time."),
         ("episode/sampled_tokens", "Sampled tokens", "tokens", "Mean of an episode: what is trained."),
         ("episode/given_tokens", "Given tokens", "tokens", "Mean of an episode: its prompt, tool results, separators of turns."),
@@ -98,7 +104,8 @@ METRICS = (
         ("episode/resumed", "Resumed episodes", "episodes", "Went on with the turns that they had at a checkpoint."),
         ("episode/anew", "Episodes begun anew", "episodes",
          "At a checkpoint they had turns, and when they were resumed something answered otherwise."),
-        ("episode/NAME", "NAME of an episode", "", "Mean of what episodes return in `metrics` under that name."),
+        ("episode/NAME", "NAME of an episode", "",
+         "Mean of what episodes return in `metrics` under that name; with `_returned` behind one that is in this table."),
     ),
     *_of(
         "speed",
@@ -151,9 +158,10 @@ METRICS = (
          "The mean gap, were the trainer's routers to choose the experts."),
         ("router_replay/moved_fraction", "Replayed choices", SHARE,
          "Choices of experts in which vLLM's routers and the trainer's differ."),
-        ("importance/mean", "Importance weight", "", "Mean weight of the tokens for being sampled by another policy."),
+        ("importance/mean", "Importance weight", "",
+         "With algorithm.importance_correction: mean weight of the tokens for being sampled by another policy."),
         ("importance/ess", "Effective sample size", SHARE,
-         "Of the importance weights, over their number: 1 where all are equal."),
+         "With algorithm.importance_correction: of its weights, over their number; 1 where all are equal."),
         ("importance/masked_fraction", "Masked tokens", SHARE,
          "Tokens left out of the loss by algorithm.importance_correction=mask."),
         ("sync/canary_gap", "Canary gap", NATS, "Largest difference of both sides' log-probs of a fixed prompt after a sync."),
@@ -173,4 +181,6 @@ def label(key: str) -> str:
 
 @lru_cache(maxsize=1000)
 def _pattern(key: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\?[A-Z]+", lambda name: rf"(?P<{name[0]}>[^/]+)", re.escape(key)))
+    """A name at the key's end, such as of an episode's own metric, may have slashes in it."""
+    escaped = re.escape(key)
+    return re.compile(re.sub("[A-Z]+", lambda name: rf"(?P<{name[0]}>{'.' if name.end() == len(escaped) else '[^/]'}+)", escaped))

@@ -22,6 +22,8 @@ from megasync.reporting.html.record import Record, read_record, read_records
 from megasync.reporting.html.samples import samples
 from megasync.reporting.html.script import SCRIPT, WATCH
 from megasync.reporting.html.style import STYLE
+from megasync.reporting.learning import verdict
+from megasync.reporting.signs import Series
 
 REPORT_FILE = "report.html"
 TITLES = {"samples": "Samples", "timeline": "Timeline", "plan": "Planned and actual", "configuration": "Configuration"}
@@ -50,9 +52,11 @@ def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Pat
 
 
 def advice_lines(run_folder: str | Path) -> list[str]:
-    """What the run's metrics advise, for the terminal: two lines each."""
+    """Whether the run has learned, for the terminal, and what its metrics advise: two lines each."""
     record = read_record(Path(run_folder))
-    return console_lines(advisories(record.steps, record.evaluations, record.get))
+    words = verdict(Series(record.steps, record.evaluations))
+    found = console_lines(advisories(record.steps, record.evaluations, record.get))
+    return [f"result: {words}", *found] if words else found
 
 
 def page(records: Sequence[Record], state: str = "") -> str:
@@ -62,7 +66,8 @@ def page(records: Sequence[Record], state: str = "") -> str:
     parts, tokens = _parts(records, groups)
     links = "".join(f'<a href="#{key}">{TITLES.get(key, key.capitalize())}</a>' for key, _ in parts)
     body = "".join(f'<section id="{key}"><h2>{TITLES.get(key, key)}</h2>{text}</section>' for key, text in parts)
-    head = sections.comparison(records) if len(records) > 1 else sections.tiles(records[0])
+    head = sections.verdicts(records)
+    head += sections.comparison(records) if len(records) > 1 else sections.tiles(records[0])
     is_empty = not any(record.steps or record.evaluations for record in records)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

@@ -28,7 +28,7 @@ class Series:
 
     def all(self, key: str) -> list[float]:
         """Where it is a number, in the order of steps."""
-        return [float(line[key]) for line in self.steps if _is_number(line.get(key))]
+        return [float(line[key]) for line in self.steps if is_number(line.get(key))]
 
     def recent(self, key: str) -> list[float]:
         """Its last values; none where there are fewer than FEWEST of them."""
@@ -38,7 +38,7 @@ class Series:
     def steady(self, *keys: str) -> list[tuple[float, ...]]:
         """Several together, without the first steps; none where too few are left to speak of speed."""
         lines = self.steps[START_STEPS:]
-        rows = [tuple(float(line[key]) for key in keys) for line in lines if all(_is_number(line.get(key)) for key in keys)]
+        rows = [tuple(float(line[key]) for key in keys) for line in lines if all(is_number(line.get(key)) for key in keys)]
         return rows if len(rows) >= 2 * FEWEST else []
 
     def where(self, number: int = RECENT) -> str:
@@ -51,7 +51,7 @@ class Series:
         return any(value > 0 for value in self.all("staleness/max"))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -112,7 +112,7 @@ def spikes(run: Series) -> str | None:
 
 def skipped(run: Series) -> str | None:
     key = "train/skipped_steps"
-    counts = [(line["step"], float(line[key])) for line in run.steps if _is_number(line.get(key)) and line[key] > 0]
+    counts = [(line["step"], float(line[key])) for line in run.steps if is_number(line.get(key)) and line[key] > 0]
     return f"{sum(n for _, n in counts):g} optimizer steps, the first in step {counts[0][0]}" if counts else None
 
 
@@ -123,7 +123,7 @@ def failures(run: Series) -> str | None:
 
 def held_out(run: Series) -> str | None:
     rewards = run.all("reward/mean")
-    held_out = [v for line in run.evaluations if _is_number(v := line.get("eval/reward", line.get("eval/accuracy")))]
+    held_out = [v for line in run.evaluations if is_number(v := line.get("eval/reward", line.get("eval/accuracy")))]
     if len(held_out) < 2 or len(rewards) < 2 * FEWEST:
         return None
     gained = statistics.fmean(rewards[-FEWEST:]) - statistics.fmean(rewards[:FEWEST])

@@ -44,7 +44,7 @@ CHARTS = (
     Chart("learning", "Ties and spread", "Groups with equal rewards teach nothing; the spread is what learning feeds on.",
           ("groups/tied_fraction", "reward/std")),
     Chart("learning", "Loss", "Of a policy gradient neither sign nor size says much; of supervised steps it should fall.",
-          ("loss/policy", "loss/total", "loss/sft")),
+          ("loss/policy", "loss/total", "loss/sft", "eval/loss")),
     Chart("learning", "Gradient norm", "Before clipping. Spikes ask for a lower learning rate or a longer warm-up.",
           ("grad_norm",)),
     Chart("learning", "Learning rate", "As the schedule sets it.", ("learning_rate",)),
@@ -71,7 +71,8 @@ CHARTS = (
           ("episode/prefix_hits",), "share"),
     Chart("rollouts", "Failed episodes", "What went wrong, and what was left out of the batch for it.",
           ("episode/failures", "episode/dropped"), "episodes"),
-    Chart("speed", "Time in tools", "Of an episode, while it does not wait for the model.", ("episode/tool_seconds",), "s"),
+    Chart("speed", "Time in tools", "Of an episode: its tools, its environment and its own code.", ("episode/tool_seconds",),
+          "s"),
     Chart("speed", "Share of time in tools", "The same over the episodes' whole time.", ("episode/tool_share",), "share"),
     Chart("speed", "Throughput", "Response tokens a second: generated while the replicas work, and trained over whole steps.",
           ("rollout/tokens_per_second", "train/tokens_per_second"), "tokens/s"),
@@ -107,6 +108,8 @@ CHARTS = (
 )  # fmt: skip
 SCORES = "Over several samples a prompt: their mean reward (avg), and the chance that one of K passes (pass)."
 
+RETURNED = "The mean of what episodes return in `metrics` under this name."
+
 
 @dataclass
 class Group:
@@ -123,7 +126,7 @@ def charts(records: Sequence[Record]) -> list[Group]:
     keys = list(dict.fromkeys(key for record in records for key in record.keys))
     flat = {key for key in keys if _is_flat(records, key)}
     groups, drawn = {name: Group(name, sentence) for name, sentence in GROUPS.items()}, set[str]()
-    for chart in (*CHARTS, *_set_charts(keys)):
+    for chart in (*CHARTS, *_set_charts(keys), *_episode_charts(keys)):
         curves = []
         for key in _keys_of(chart, keys, drawn):
             drawn.add(key)
@@ -147,6 +150,12 @@ def _set_charts(keys: Iterable[str]) -> list[Chart]:
     """One for each evaluation set."""
     names = dict.fromkeys(key.split("/")[1] for key in keys if key.startswith(PREFIX) and key.count("/") == 2)
     return [Chart("learning", f"Evaluation set {n}", SCORES, (f"{PREFIX}{n}/avg@*", f"{PREFIX}{n}/pass@*")) for n in names]
+
+
+def _episode_charts(keys: Iterable[str]) -> list[Chart]:
+    """One for each metric that episodes return: their scales are their own."""
+    own = [(key, label(key)) for key in keys if (row := metric(key)) is not None and row.key == "episode/NAME"]
+    return [Chart("rollouts", name[:1].upper() + name[1:], RETURNED, (key,)) for key, name in own]
 
 
 def _keys_of(chart: Chart, keys: Sequence[str], drawn: set[str]) -> list[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megasync.config.data_section import TRAIN_SET
+from megasync.config.data_section import TRAIN_SET, TURN_REWARDS
 from megasync.reporting.html.record import Record
 
 MAX_TEXT = 3000  # characters of a prompt, a response or a turn
@@ -56,7 +56,8 @@ def samples(record: Record, data: list[dict[str, Any]], *, is_compared: bool = F
     has_tokens = any("data-tokens" in card for card in trained)
     legend = LEGEND if has_tokens else ""
     cards = f"<div class='samples'>{''.join(trained)}</div>"
-    parts = [f"<h3>Sampled in training</h3>{legend}{cards}"] if trained else []
+    heading = "Sampled in training" if any("reward" in line for line in lines) else "Trained on"
+    parts = [f"<h3>{heading}</h3>{legend}{cards}"] if trained else []
     for name, pairs in _before_and_after(record.samples).items():
         cards = "".join(_card(line, data, f"after {line['step']} steps") for pair in pairs for line in pair)
         title = "Held out" if name == "held_out" else f"Held out: {html.escape(name)}"
@@ -126,6 +127,9 @@ def _episode_chips(line: Mapping[str, Any]) -> list[str]:
     chips = [f"<span class='chip'>{number} turn{'s' * (number != 1)}</span>"]
     own = {name: value for name, value in line.get("metrics", {}).items() if isinstance(value, int | float)}
     chips += [f"<span class='chip'>{html.escape(str(name))} {value:.3g}</span>" for name, value in own.items()]
+    rewards = line.get("info", {}).get(TURN_REWARDS)  # which an episode may have filled with anything
+    if isinstance(rewards, list) and len(rewards) > 1 and all(isinstance(each, int | float) for each in rewards):
+        chips.append(f"<span class='chip'>rewards of turns {' + '.join(f'{each:.3g}' for each in rewards)}</span>")
     failures = line.get("failures")
     return chips + ([f"<span class='chip bad'>{failures} failed before</span>"] if failures else [])
 

@@ -14,7 +14,9 @@ from megasync.reporting.advisories import CONDITIONS, advisories
 from megasync.reporting.html.curves import Group
 from megasync.reporting.html.lanes import ORDER, phases
 from megasync.reporting.html.record import Record, is_number
+from megasync.reporting.learning import num_compared, verdict
 from megasync.reporting.metric_names import label, metric
+from megasync.reporting.signs import Series
 
 RECENT = 10  # steps that a headline figure is of
 KEYS = (  # the choices that make a run what it is
@@ -37,7 +39,7 @@ def figures(record: Record) -> dict[str, tuple[str, str]]:
         found[name] = (f"{first:.3f} → {last:.3f}", f"{last - first:+.3f} in {points[-1][0] - points[0][0]} steps")
     rewards = record.values("reward/mean")
     if rewards:
-        number = min(RECENT, -(-len(rewards) // 2))
+        number = num_compared(len(rewards))
         first, last = statistics.fmean(rewards[:number]), statistics.fmean(rewards[-number:])
         found["Sampled reward"] = (f"{first:.3f} → {last:.3f}", f"means of the first and the last {number} steps")
     found |= dict(_of_speed(record))
@@ -66,6 +68,13 @@ def _of_speed(record: Record) -> Iterator[tuple[str, tuple[str, str]]]:
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"
+
+
+def verdicts(records: Sequence[Record]) -> str:
+    """Whether each run has learned: the first thing that a report says."""
+    found = ((record, verdict(Series(record.steps, record.evaluations))) for record in records)
+    named = (f"{record.name}: {words}" if len(records) > 1 else words for record, words in found if words)
+    return "".join(f"<p class='verdict'>{html.escape(words)}</p>" for words in named)
 
 
 def tiles(record: Record) -> str:
@@ -116,7 +125,7 @@ def advice(records: Sequence[Record]) -> str:
         for record, each in found
     )
     rows = "".join(f"<tr><td>{html.escape(each.title)}</td><td>{html.escape(each.threshold)}</td></tr>" for each in CONDITIONS)
-    checked = f"{len(CONDITIONS)} conditions were looked at, {len(found) or 'none'} hold{'s' if len(found) < 2 else ''}"
+    checked = f"advisories: {len(found)} of the {len(CONDITIONS)} conditions that are looked for"
     return (
         f"<div class='advisories'>{cards}<details><summary>{checked}</summary><div class='scroll'><table>"
         f"<tr><th>condition</th><th>holds where</th></tr>{rows}</table></div></details></div>"

@@ -27,6 +27,7 @@ main, .top { max-width: 1240px; margin: 0 auto; padding: 0 20px }
 h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; overflow-wrap: anywhere }
 h2 { font-size: 19px; margin: 38px 0 2px; text-transform: capitalize } h2 + p { margin: 0 0 12px; color: var(--muted) }
 h3 { font-size: 15px; margin: 22px 0 8px }
+.verdict { font-size: 17px; margin: 14px 0 4px } .verdict::first-letter { text-transform: uppercase }
 .sub { color: var(--muted); margin: 0 } .sub b { color: var(--text); font-weight: 500 }
 nav { position: sticky; top: 0; z-index: 5; background: var(--page); border-bottom: 1px solid var(--line); margin-top: 14px }
 nav div { max-width: 1240px; margin: 0 auto; padding: 9px 20px; display: flex; gap: 18px; overflow-x: auto;

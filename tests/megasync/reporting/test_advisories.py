@@ -42,7 +42,15 @@ def always(value: float) -> Callable[[int], float]:
 
 
 LATE: Metrics = {"staleness/max": always(1)}  # an asynchronous run
+FLAT: Metrics = {"reward/mean": lambda step: 0.17 + 0.01 * (step * 7 % 5 - 2), "entropy/mean": always(1.4)}
+COLLAPSE: Metrics = {  # as with a learning rate that is too high: then all responses of most groups are equally wrong
+    "reward/mean": lambda step: (0.5 if step < 15 else 0.02) + 0.01 * (step * 7 % 5 - 2),
+    "groups/tied_fraction": lambda step: 0.1 if step < 15 else 0.95,
+}
 CASES: dict[str, tuple[Metrics, str]] = {
+    "reward_falls": (COLLAPSE, "sampled reward fell from 0.500 to 0.02"),
+    "flat_and_still": (FLAT, "sampled reward is flat, 0.170 to 0.172, +0.003 ± 0.00"),
+    "flat_and_moving": ({**FLAT, "entropy/mean": lambda step: 2.0 - step / 30}, "entropy 1.933 to 0.767 nats"),
     "entropy_collapse": ({"entropy/mean": lambda step: 2.0 * 0.85**step}, "0.005 nats in steps 35 to 39, 1.483 at the start"),
     "reward_constant": ({"reward/std": always(0), "reward/mean": always(0), "grad_norm": always(0)}, "steps 30 to 39 got 0"),
     "tied_groups": ({"groups/tied_fraction": always(0.9)}, "90% of the groups, steps 30 to 39"),
@@ -86,6 +94,28 @@ def test_held_out_reward_that_falls_while_the_sampled_rises_is_told() -> None:
         (found,) = advisories(steps, [{"step": 0, key: 0.4}, {"step": 40, key: 0.3}])
         assert found.name == "held_out_falls" and found.evidence == "held-out 0.400 to 0.300, sampled +0.438"
         assert advisories(steps, [{"step": 0, key: 0.4}, {"step": 40, key: 0.5}]) == []
+
+
+def test_of_a_flat_or_fallen_reward_the_learning_rate_is_named_first() -> None:
+    for name, begin in (
+        ("reward_falls", "a lower learning rate"),
+        ("flat_and_still", "a higher learning rate"),
+        ("flat_and_moving", "a lower learning rate"),
+    ):
+        found = advisories(made(CASES[name][0]))
+        assert found[0].remedy.startswith(begin)
+
+
+def test_a_fall_of_sampled_and_held_out_reward_is_told_once() -> None:
+    evaluations = [{"step": step, "eval/reward": reward, "eval/reward_error": 0.02} for step, reward in ((0, 0.5), (40, 0.02))]
+    (found,) = advisories(made(COLLAPSE), evaluations)
+    assert found.name == "reward_falls"
+    assert found.evidence.startswith("held-out reward fell from 0.500 to 0.020, -0.480 ± 0.028; sampled reward fell from 0.500")
+
+
+def test_a_flat_reward_is_no_sign_where_groups_are_filtered_or_nothing_is_left_to_gain() -> None:
+    assert advisories(made({**FLAT, "rollout/filtered_groups": always(3)})) == []
+    assert advisories(made({**FLAT, "reward/mean": always(0.99), "reward/std": always(0.05)})) == []
 
 
 def test_every_condition_has_a_case() -> None:
@@ -134,6 +164,10 @@ def test_any_metrics_are_taken(values: list[dict[str, Any]], data: st.DataObject
 
 
 REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
+    "reward_falls": (
+        {"engine.optimizer.clip_grad_norm": 1.0, "algorithm.kl_coefficient": 0.01, "rollout.max_staleness": 0},
+        "a lower learning rate, a third to a tenth, or more warmup_steps",
+    ),
     "entropy_collapse": (
         {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28, "algorithm.kl_coefficient": 0.01},
         "a lower learning rate, or a higher temperature",
@@ -145,7 +179,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
     "gradient_spikes": ({"engine.optimizer.clip_grad_norm": 0.5}, "a lower learning rate, or more warmup_steps"),
     "skipped_steps": ({"model.dtype": "float32"}, "a lower learning rate"),
     "truncation": ({"algorithm.truncated": "penalise"}, "a larger rollout.max_new_tokens"),
-    "clipping": ({"algorithm.num_minibatches": 1}, "a lower learning rate"),
+    "clipping": ({"algorithm.num_minibatches": 1, "algorithm.num_passes": 1}, "a lower learning rate"),
     "ess_low": ({"rollout.max_staleness": 0, "algorithm.importance_correction": "mask"}, "a lower learning rate"),
     "gap_growing": (
         {"algorithm.importance_correction": "tis", "model.dtype": "float32"},

@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from megasync.config.schema import Config, RunConfig
 from megasync.config.load import load_config
 from megasync.config.files import write_atomically
 from megasync.reporting.log import (
     RunLog,
-    figures,
-    make_progress,
     read_evaluations,
     read_metrics,
     read_samples,
@@ -229,39 +226,3 @@ def test_timeline_takes_many_threads(tmp_path: Path) -> None:
         thread.join()
     timeline.write()
     assert sum(event["ph"] == "X" for event in events_of(tmp_path / "timeline.json")) == 200
-
-
-# -------------------------------------------------------------------------------------------------------- progress
-
-
-def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = make_progress("auto", num_steps=3, first_step=1)  # captured output is no terminal
-    progress.update(2, {"reward/mean": 0.5, "loss/policy": math.nan, "note": "x", "other": 1.0})
-    progress.note("a word")
-    progress.update(3, {})
-    progress.close()
-    assert capsys.readouterr().out == "step 2/3  reward 0.500  loss +nan\na word\nstep 3/3\n"
-
-
-def test_rich_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    console = Console(force_terminal=True, width=160, record=True)
-    monkeypatch.setattr("rich._console", console)
-    progress = make_progress("rich", num_steps=3, first_step=0)
-    progress.update(1, {"reward/mean": 0.5})
-    progress.note("[not markup]")
-    progress.close()
-    text = console.export_text()
-    assert "1/3" in text
-    assert "reward 0.500" in text
-    assert "[not markup]" in text
-
-
-def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = make_progress("none", num_steps=3, first_step=0)
-    progress.update(1, {"reward/mean": 0.5})
-    progress.note("a word")
-    progress.close()
-    assert capsys.readouterr().out == ""
-    assert figures({"sync/seconds": 0.1234, "train/tokens_per_second": 12345.6}) == "sync 0.123 s  train 12,346 tok/s"
-    of_a_set = {"eval/math/avg@4": 0.25, "eval/math/pass@4": 0.5, "eval/math/truncated": 0}
-    assert figures(of_a_set) == "math avg@4 0.250  math pass@4 0.500"

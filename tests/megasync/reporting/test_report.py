@@ -88,7 +88,7 @@ def test_report_has_every_curve_and_opens_offline(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     curves = curves_of(page)
     assert curves.keys() == {key for chart in CHARTS for key in chart.keys if "*" not in key} - {
-        *("eval/accuracy", "importance/ess", "ratio/clipped_fraction"),
+        *("eval/accuracy", "eval/loss", "importance/ess", "ratio/clipped_fraction"),
     }
     assert (curves["reward/mean"]["x"], curves["reward/mean"]["y"]) == ([0, 1, 2, 3], [0.5, 1.5, 2.5, 3.5])
     assert curves[EVALUATED]["x"] == [0, 4] and curves[EVALUATED]["label"] == "Held-out reward"
@@ -120,8 +120,19 @@ def test_advisories_are_in_the_report_and_on_the_terminal(tmp_path: Path) -> Non
         for step in range(12):
             log.step(step, {"response/truncated_fraction": 0.8})
     assert "Many responses are cut off" in text_of(write_report(tmp_path).read_text())
-    first, second = advice_lines(tmp_path)
+    verdict, first, second = advice_lines(tmp_path)
+    assert verdict == "result: too early to tell whether it learns: 10 steps or two evaluations of data.eval are needed"
     assert first == "advisory: Many responses are cut off: 80% of the responses, steps 2 to 11" and second.startswith("  try: ")
+
+
+def test_the_first_thing_said_is_whether_it_learned(tmp_path: Path) -> None:
+    with log_of(tmp_path) as log:
+        for step in range(20):
+            log.step(step, {"reward/mean": 0.2 + 0.02 * step, "response/truncated_fraction": 0.8})
+    expected = "sampled reward rose from 0.230 to 0.550, +0.320 ± 0.000 (± one standard error)"
+    assert advice_lines(tmp_path)[0] == f"result: {expected}"
+    text = text_of(write_report(tmp_path).read_text())
+    assert text.index(expected) < text.index("class='tiles'") < text.index("Many responses are cut off")
 
 
 def test_samples_have_their_tokens_and_show_before_and_after(tmp_path: Path) -> None:
@@ -261,8 +272,20 @@ def test_every_metric_that_varies_is_drawn_or_named_elsewhere() -> None:
     of_log = {"sync/log_bytes", "sync/log_seconds", "sync/changed_fraction", "sync/sent_bytes"}
     of_resume = {"episode/resumed", "episode/anew"}
     of_summary = {"memory/worker_device_bytes", "memory/worker_host_peak_bytes"}
-    others = {"loss/total", "train/skipped_steps", "train/response_tokens"}
-    assert set(keys) - drawn == ratios | constant | of_log | of_resume | of_summary | others
+    errors = {"eval/reward_error", "eval/accuracy_error"}
+    others = {"loss/total", "train/skipped_steps", "train/response_tokens", "eval/perplexity"}
+    assert set(keys) - drawn == ratios | constant | of_log | of_resume | of_summary | errors | others
+
+
+def test_each_metric_that_episodes_return_has_a_curve_of_its_own() -> None:
+    own = {"episode/solved": 0.5, "episode/tools/calls": 3.0}
+    (group,) = charts([record_of([{"step": step, **{key: value * step for key, value in own.items()}} for step in range(3)])])
+    assert group.name == "rollouts"
+    found = {chart["title"]: [(curve["key"], curve["y"]) for curve in chart["curves"]] for chart in group.charts}
+    assert found == {
+        "Solved of an episode": [("episode/solved", [0.0, 0.5, 1.0])],
+        "Tools/calls of an episode": [("episode/tools/calls", [0.0, 3.0, 6.0])],
+    }
 
 
 COMMAND = [sys.executable, "-m", "megasync.report"]

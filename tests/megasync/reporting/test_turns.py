@@ -33,7 +33,7 @@ def test_roles_are_those_of_the_templates() -> None:
 
 EPISODE = {
     "set": "train", "line": 1, "prompt": "?", "response": "", "answer": "3876", "reward": 1.0, "tokens": 3, "versions": [3, 5],
-    "finish_reason": "stop", "turns": 2, "metrics": {"calls": 1.0}, "info": {}, "failures": 1,
+    "finish_reason": "stop", "turns": 2, "metrics": {"calls": 1.0}, "info": {"turn_rewards": [0.25, 0.75]}, "failures": 1,
     "branches": [[
         {"sampled": False, "text": "<|user|>57*68<eos><|assistant|>", "tokens": 8},
         {"sampled": True, "text": "<b>", "tokens": 1, "token_texts": ["<b>"], "rollout_log_probs": [-0.1],
@@ -48,12 +48,13 @@ EPISODE = {
 def test_a_sample_is_shown_as_its_turns(tmp_path: Path) -> None:
     fake_run(tmp_path)
     with log_of(tmp_path) as log:
-        log.samples(5, [EPISODE, {**EPISODE, "branches": []}])
+        log.samples(5, [EPISODE, {**EPISODE, "branches": [], "info": {"turn_rewards": [None, "x"]}}])
     page = write_report(tmp_path).read_text()
     text = text_of(page)
     roles = ["user <i>given, not trained", "assistant <i>sampled, 1", "tool <i>given, not trained", "assistant <i>sampled, 2"]
     places = [text.index(role) for role in roles]
     assert places == sorted(places) and "57*68" in text and "2 turns" in text and "calls 1" in text and "1 failed before" in text
+    assert text.count("rewards of turns 0.25 + 0.75") == 1 == text.count("rewards of turns")
     assert "it failed before it had tokens" in text and ">&lt;b&gt;<" in text
     first, second = (each for each in data_of(page, "tokens") if "version_span" in each)
     assert first["token_texts"] == ["<b>"] and first["version_span"] == second["version_span"] == [3, 5]

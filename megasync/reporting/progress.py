@@ -1,0 +1,138 @@
+"""How far a run is, on the terminal: a bar with the latest figures as wide as the terminal, else one plain line a step.
+
+    progress = make_progress("auto", num_steps=100, first_step=0)
+    progress.update(1, {"reward/mean": 0.4, "step/seconds": 2.5})
+    progress.close()
+
+Leaves out what a run writes into files (log.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BAR_WIDTH, GAP = 20, "  "
+TIMED_STEPS = 20  # whose mean says how much time is left
+SHOWN = {  # metric -> (label, format)
+    "reward/mean": ("reward", "{:.3f}"),
+    "eval/reward": ("held-out reward", "{:.3f}"),
+    "eval/accuracy": ("held-out accuracy", "{:.3f}"),
+    "loss/policy": ("loss", "{:+.4f}"),
+    "loss/sft": ("loss", "{:.4f}"),
+    "grad_norm": ("grad norm", "{:.3f}"),
+    "logprob_gap/max": ("largest gap", "{:.1e}"),
+    "staleness/max": ("stale", "{:.0f}"),
+    "sync/seconds": ("sync", "{:.3f} s"),
+    "rollout/tokens_per_second": ("rollout", "{:,.0f} tok/s"),
+    "train/tokens_per_second": ("train", "{:,.0f} tok/s"),
+    "step/seconds": ("step", "{:.2f} s"),
+}
+
+
+class Progress:
+    """Shows nothing; what the other kinds are made from."""
+
+    def update(self, step: int, values: Mapping[str, object]) -> None:
+        """So many steps are done."""
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_progress(kind: str, num_steps: int, first_step: int) -> Progress:
+    """`kind` is run.progress; auto is rich on a terminal that can move its cursor, else plain."""
+    if kind == "auto":
+        kind = "rich" if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") else "plain"
+    if kind == "rich":
+        return _RichProgress(num_steps, first_step)
+    return _PlainProgress(num_steps) if kind == "plain" else Progress()
+
+
+def figures(values: Mapping[str, object]) -> str:
+    """The metrics worth a look on one line."""
+    return "  ".join(_figures(values))
+
+
+def _figures(values: Mapping[str, object]) -> list[str]:
+    """Those of SHOWN and of evaluation sets that a run has, the important ones first."""
+    shown = []
+    for key, (label, form) in SHOWN.items():
+        value = values.get(key)
+        if isinstance(value, int | float):
+            shown.append(f"{label} {form.format(value)}")
+    of_sets = ((key.removeprefix("eval/").replace("/", " "), value) for key, value in values.items() if "@" in key)
+    return shown + [f"{name} {value:.3f}" for name, value in of_sets if isinstance(value, int | float)]
+
+
+class _PlainProgress(Progress):
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def update(self, step: int, values: Mapping[str, object]) -> None:
+        print(f"step {step}/{self._num_steps}  {figures(values)}".rstrip(), flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class _RichProgress(Progress):
+    """One line that is as wide as the terminal: step, bar, time left, and as many figures as there is room for."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        from rich import get_console
+        from rich.live import Live
+
+        self._num_steps, self._step = num_steps, first_step
+        self._figures: list[str] = []
+        self._seconds = deque[float](maxlen=TIMED_STEPS)  # of the last steps
+        self._updated_seconds = time.monotonic()
+        self._console = get_console()
+        self._live = Live(console=self._console, get_renderable=self._line)
+        self._live.start()
+
+    def _line(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        step, left = f"step {self._step}/{self._num_steps}", f"{self._time_left()} left"
+        shown = fitting([step, " " * BAR_WIDTH, left, *self._figures], self._console.width)
+        bar = ProgressBar(self._num_steps, self._step, width=BAR_WIDTH)
+        line = Table.grid(padding=(0, len(GAP), 0, 0), pad_edge=False)
+        line.add_row(*(part if part.strip() else bar for part in shown))
+        return line
+
+    def _time_left(self) -> str:
+        """By the mean of the last steps; the one that goes on has taken its part of it."""
+        if not self._seconds:
+            return "-:--:--"
+        seconds = statistics.fmean(self._seconds) * (self._num_steps - self._step) - (time.monotonic() - self._updated_seconds)
+        return str(timedelta(seconds=max(0, round(seconds))))
+
+    def update(self, step: int, values: Mapping[str, object]) -> None:
+        self._step, self._figures, self._updated_seconds = step, _figures(values), time.monotonic()
+        if isinstance(seconds := values.get("step/seconds"), int | float):
+            self._seconds.append(seconds)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def fitting(parts: Sequence[str], width: int) -> list[str]:
+    """The first of them, up to the one that would be cut on a line of so many columns, with GAP between. Pure."""
+    ends = itertools.accumulate(len(part) + len(GAP) for part in parts)
+    return [part for part, end in zip(parts, ends, strict=True) if end - len(GAP) <= width]
