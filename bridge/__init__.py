@@ -5,6 +5,7 @@ Each room imports only from those above it:
 config.py      the YAML key `sync`, and what a replica is started with
 messages.py    the typed messages and states of a sync
 generation.py  what is to be generated, and what comes back
+detokenizer.py what sampled token ids say, as text
 processes.py   ends vLLM's processes with their replica, cleans /dev/shm
 notes.py       what a replica's processes have to say to whoever started them
 layout/        what a sync carries, in which bytes: manifest, buckets, regions, copies, digests, the baked plan

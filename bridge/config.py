@@ -94,6 +94,6 @@ class ReplicaConfig:
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
     on_update: OnUpdate = "drain"  # what a sync does to running requests: wait for them, hold them, or begin them anew
     recomputes_cache: bool = True  # continue: what held requests have computed is computed anew, with the new weights
-    detokenizes: bool = False  # it can serve requests with stop texts
+    detokenizes: bool = False  # requests have stop texts: the tokenizer is read at the start
     returns_experts: bool = False  # completions tell which experts their tokens went through
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

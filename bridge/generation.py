@@ -19,7 +19,7 @@ TOKEN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions
 class Sampling:
     """How responses to a prompt are drawn. `top_k` 0 and `min_p` 0 leave no token out.
 
-    `stop`: texts, for replicas that detokenise (ReplicaConfig). `max_new_tokens` of each response; 0 is for log-probs of the
+    `stop`: texts, special tokens included as they are. `max_new_tokens` of each response; 0 is for log-probs of the
     prompt (Generator.score).
     """
 

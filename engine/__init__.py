@@ -17,6 +17,7 @@ objective/    advantages, log-probs, losses, metrics
 minibatch.py  a batch's samples become mini-batches with advantages, packed for this rank
 passes.py     micro-batches through the model, by megatron-core's schedule
 offload.py    parameters, gradients and optimizer state to host memory and back
+alike.py      whether all ranks start from the same model
 engine.py     Engine: prepare, update, whole_parameters
 trace.py      one sequence through the model, every tensor on the way kept
 checkpoint/   save and resume: cut-off safe, in any layout, beside the training if wanted

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from engine import minibatch
+from engine import alike, minibatch
 from engine.objective import head, loss, metrics, logits
 from engine.attention import flash, fused
 from engine.runtime import device, parallel
@@ -42,6 +42,14 @@ from engine.runtime.random_state import unchanged_random_state
 from engine.sample import Sample
 from engine.wrap.items import WeightItem
 from engine.wrap.table import FrozenModel, WrappedModel
+
+
+class HeldOut(NamedTuple):
+    """Of one sample that is not trained on."""
+
+    num_tokens: int  # sampled ones
+    log_prob: float  # their sum, natural
+    is_match: bool  # greedy decoding gives all of them
 
 
 class Engine:
@@ -78,6 +86,7 @@ class Engine:
         chosen = kernels.choose(engine, model.dtype)
         router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
         self.mbridge = build_mbridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
+        alike.check_config(self.mbridge.hf_config, model.path)
         self.use_fused = fused.is_enabled(engine.fusions)
         self.kernels = kernels.describe(engine.kernels, chosen, flash.choose(engine.kernels, self.mbridge.config))
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
@@ -88,11 +97,12 @@ class Engine:
         if engine.lora.rank:
             lora.add_adapters(chunks, engine.lora, seed)
             self._load_adapters(chunks, Path(model.path), adapter_path, has_reference)
+        alike.check_weights(chunks, weights_path or model.path, adapter_path or engine.lora.adapter_path)
         self.model_config: Any = gpt_model(chunks[0]).config
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.mbridge.dtype, self.use_fused)
-        self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.num_minibatches)
+        self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.steps_per_batch)
         self.reference = self._build_reference(model.path) if has_reference else None
         self._host_state = HostState(self) if engine.optimizer.offload else None
         self._runner = PipelineRunner(self.mbridge, engine.logits_chunk_tokens, use_fused=self.use_fused)
@@ -111,7 +121,9 @@ class Engine:
         """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
         if self.config.lora.rank:
             return self.wrapped
-        return FrozenModel(self.config, self.model_config, with_head(build_chunks(self.mbridge, path), self.mbridge, self.config))
+        chunks = build_chunks(self.mbridge, path)
+        alike.check_weights(chunks, path)
+        return FrozenModel(self.config, self.model_config, with_head(chunks, self.mbridge, self.config))
 
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
@@ -170,17 +182,19 @@ class Engine:
     def _needs_old_log_probs(self) -> bool:
         """Whether the loss cannot take them from its own forward pass, because a step lies between or by configuration."""
         algorithm = self.algorithm
-        return algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
+        return algorithm.name == "grpo" and (algorithm.steps_per_batch > 1 or algorithm.old_log_probs == "separate")
 
     def update(self, minibatches: Sequence[MiniBatch]) -> dict[str, float]:
-        """One optimizer step a mini-batch. Returns metrics, the same on every rank.
+        """One optimizer step a mini-batch and pass. Returns metrics, the same on every rank.
 
         Raises:
             metrics.NonFiniteError: a loss or a gradient norm is not finite and `algorithm.non_finite` is `stop`; the weights are
                 those before the step.
         """
         padding = sum(mini.padding for mini in minibatches) / len(minibatches)
-        found = metrics.step_metrics([self._step(mini) for mini in minibatches], self.algorithm)
+        found = metrics.step_metrics(
+            [self._step(mini) for _ in range(self.algorithm.num_passes) for mini in minibatches], self.algorithm
+        )
         return {**found, "train/padding_fraction": padding}
 
     def old_log_probs(
@@ -193,16 +207,19 @@ class Engine:
         packed = [(mini.first_sample, micro) for mini in minibatches for micro in mini.microbatches]
         return chosen_log_probs(packed if self._reports else [], samples, chosen, self.device)
 
-    def greedy_matches(self, samples: Sequence[Sample]) -> list[bool]:
-        """Whether greedy decoding of each prompt gives exactly the response.
+    def held_out(self, samples: Sequence[Sample]) -> list[HeldOut]:
+        """How likely the sampled tokens of each response are at temperature 1, and whether greedy decoding gives all of them.
 
         One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
         """
-        return [bool(values.all()) for values in self._response_values(samples, logits.greedy_matches)]
+        found = self._response_values(samples, logits.ScoresAndMatches(self._log_probs(1.0)), num_values=2)
+        masks = [torch.from_numpy(each.is_sampled) if len(each.is_sampled) else slice(None) for each in samples]
+        own = [(log_probs[mask], matches[mask]) for (log_probs, matches), mask in zip(found, masks, strict=True)]
+        return [HeldOut(len(each), float(each.double().sum()), bool(matches.all())) for each, matches in own]
 
     def score(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Natural log-probs of each sample's response tokens at temperature 1, float32 on the CPU, on every rank."""
-        return self._response_values(samples, self._log_probs(1.0))
+        return [values for (values,) in self._response_values(samples, self._log_probs(1.0))]
 
     def state_on_device(self) -> AbstractContextManager[None]:
         """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
@@ -281,24 +298,28 @@ class Engine:
         """Those of `chunks`, without gradients, into this field of each micro-batch; of the last stage alone."""
         with torch.no_grad():
             values = self._runner.run(microbatches, chunks, self._log_probs(self.temperature))
-        for micro, own in zip(microbatches, values or [None] * len(microbatches), strict=True):
-            setattr(micro, field, own)
+        for micro, own in zip(microbatches, values or [(None,)] * len(microbatches), strict=True):
+            setattr(micro, field, own[0])
 
-    def _response_values(self, samples: Sequence[Sample], read: head.LogitsFunction) -> list[torch.Tensor]:
-        """What is read, the first, where each sample's response tokens are predicted; float32 on the CPU, on every rank."""
+    def _response_values(
+        self, samples: Sequence[Sample], read: head.LogitsFunction, num_values: int = 1
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """The values that are read where each sample's response tokens are predicted; float32 on the CPU, on every rank."""
         table = SampleTable.from_samples(samples)
         microbatches = self._minibatch(table).microbatches
         with torch.no_grad():
             values = self._runner.run(microbatches, self.chunks, read)
         prompts, answers = table.prompt_lengths.tolist(), table.response_lengths.tolist()
         offsets = [0, *np.cumsum(answers).tolist()]
-        flat = torch.zeros(offsets[-1], device=self.device)
-        for micro, output in zip(microbatches, values, strict=True) if self._reports else []:
+        flat = torch.zeros(num_values, offsets[-1], device=self.device)
+        for micro, outputs in zip(microbatches, values, strict=True) if self._reports else []:
             for index, position in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
                 prompt, answer = prompts[index], answers[index]
-                flat[offsets[index] : offsets[index + 1]] = output[position + prompt - 1 : position + prompt + answer - 1]
+                for row, output in enumerate(outputs):
+                    own = output[position + prompt - 1 : position + prompt + answer - 1]
+                    flat[row, offsets[index] : offsets[index + 1]] = own
         dist.all_reduce(flat)
-        return [part.cpu() for part in torch.split(flat, answers)]
+        return [tuple(part.cpu()) for part in torch.split(flat, answers, dim=1)]
 
     @property
     def _reports(self) -> bool:

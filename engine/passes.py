@@ -38,7 +38,7 @@ class PipelineRunner:
     ) -> list[Any]:
         """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].
 
-        Without one there is no backward pass, and the first of what is read is reported.
+        Without one there is no backward pass, and what is read is reported.
         """
         options, chunk_tokens = {}, self.logits_chunk_tokens
         shown = vocabulary.mask_padding(read, self.mbridge)
@@ -56,7 +56,7 @@ class PipelineRunner:
 
         def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
             values = logits.values(output, micro, shown, chunk_tokens)
-            return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values[0])
+            return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values)
 
         iterators = [iter(microbatches) for _ in chunks]
         return get_forward_backward_func()(  # type: ignore[no-any-return]

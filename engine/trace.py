@@ -80,7 +80,7 @@ class Forward:
         first, length = len(prompt_ids) - 1, len(prompt_ids) + len(response_ids) - 1
         read = LogProbs(self.temperature, self.use_fused, is_exact=self.mbridge.is_exact)
         with _recording(self.model, replace, self._rope_factor) as found:
-            (log_probs,) = self._runner.run([micro], self.chunks, read)
+            ((log_probs,),) = self._runner.run([micro], self.chunks, read)
         tensors = {name: tensor[:length] for name, tensor in found.items()}
         tensors["lm_head"] = tensors["lm_head"][first:]
         tensors["log_probs"] = log_probs[first:length]
@@ -96,7 +96,7 @@ class Forward:
         (bins,) = plan_microbatches(table.lengths, 1, tokens_per_microbatch) if len(samples) else ([],)
         for indices in filter(None, bins):
             micro = pack(table, indices, 1, device.compute_device())
-            (values,) = self._runner.run([micro], self.chunks, read)
+            ((values,),) = self._runner.run([micro], self.chunks, read)
             flat = values.float().cpu().numpy()
             for index, start in zip(micro.samples, micro.starts, strict=True):
                 prompt, answer = int(table.prompt_lengths[index]), int(table.response_lengths[index])

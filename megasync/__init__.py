@@ -33,5 +33,10 @@ diagnosis/     whether this machine is fit for it
 serving/       weights of a run or folder, served for generate and evaluate
 comparing/     trainer and replica, module by module
 nodes/         a run on several nodes, the same command on each
+tools/         verbs that are no training, a room each
 bench/         figures of this machine: weight sync, generation, training
 """
+
+from megasync.config.own_packages import find_ours_first
+
+find_ours_first()

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     description = "The first module that trainer and replica compute otherwise, and what it looks like."
     parser = argparse.ArgumentParser(prog="megasync bisect", description=description)
     parser.add_argument("run", type=Path, help="a run's folder, such as runs/rl")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the run's config")
     parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest); 0: the model it starts from")
     parser.add_argument("--prompt", type=int, metavar="I", help="which response of that step in samples.jsonl (default: 0)")
     parser.add_argument("--swap", default="", metavar="MODULE", help="computed in float64 in the trainer, such as mlp.act_fn")

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(prog="megasync doctor", description="Is this machine fit for a run?")
     parser.add_argument("config", nargs="?", help="a YAML file; without: the machine alone")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as engine.wrap=ddp")
     parser.add_argument("--num-ranks", type=int, help="trainer ranks (default: as many as the launchers would start)")
     parser.add_argument("--json", action="store_true", help="a list of {check, level, seen, remedy}")
     given = parser.parse_intermixed_args(list(arguments))

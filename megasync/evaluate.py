@@ -24,7 +24,8 @@ from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.schema import Config
 from megasync.data.data import load_examples
-from megasync.data.prompts import Prompts, load_data
+from megasync.data.load import load_data
+from megasync.data.prompts import Prompts
 from megasync.episodes.task import Played
 from megasync.rewards.pool import Scored
 from megasync.rewards.resolve import require_packages, resolve_rewards
@@ -74,11 +75,16 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             config = with_sets(source, given)
             if given.data:  # what is wrong with it is told by the names of the keys and options that it is read by
                 keys = config.data.prompt_key, config.data.answer_key
-                load_examples(given.data, *keys, split=given.split, split_key="--split")
+                is_supervised = config.algorithm.name == "sft"
+                load_examples(given.data, *keys, split=given.split, split_key="--split", is_supervised=is_supervised)
             answers.check_servable(config)
             resolve_rewards(config.rollout.reward)
             require_packages(config.rollout.reward)
-            data = load_data(config, trains=False)
+            takes_what_fits = answers.takes_what_fits(source, given)
+            data = load_data(answers.with_new_tokens(config, 1) if takes_what_fits else config, trains=False)
+            if takes_what_fits:
+                asked = [*data.held_out, *(example for examples in data.eval_sets.values() for example in examples)]
+                config = answers.with_room(config, data.prompts, asked)
             chosen = evaluations(config, data)
             config = answers.with_length(source, config, chosen, data.prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else None

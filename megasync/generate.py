@@ -19,7 +19,8 @@ from bridge.generation import Sampling
 from megasync.config.errors import main_errors, refuse_if
 from megasync.config.schema import Config
 from megasync.data.data import Example, load_examples
-from megasync.data.prompts import Prompts, check_turns
+from megasync.data.load import check_turns, unrendered
+from megasync.data.prompts import Prompts
 from megasync.data.tables import SURROGATE
 from megasync.rollouts.evaluation import Evaluation
 from megasync.serving import answers
@@ -52,11 +53,14 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
             config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"eval": ""})})
             answers.check_servable(config)
             prompts = Prompts(config.model.path, config.data)
-            asked = Evaluation("generate", examples(config, given), sampling(config, given))
+            found = examples(config, given)
+            if answers.takes_what_fits(source, given):
+                config = answers.with_room(config, prompts, found)
+            asked = Evaluation("generate", found, sampling(config, given))
             answers.check_lengths(config, asked, prompts)
             config = answers.with_length(source, config, [asked], prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else sys.stdout
-        for note in answers.unused_overrides(given.overrides):
+        for note in [*answers.unused_overrides(given.overrides), *prompts.notes]:
             print(note, file=sys.stderr)
         if config.rollout.episode:
             print("rollout.episode is not played here: these are responses of one turn", file=sys.stderr)
@@ -78,8 +82,13 @@ def examples(config: Config, given: argparse.Namespace) -> list[Example]:
             message = f"--prompt {number}: is not UTF-8: {text!r:.80}"
             refuse_if(SURROGATE.search(text), message, remedy="write it in a terminal that speaks UTF-8, or take --data FILE")
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
-    found = load_examples(given.data, config.data.prompt_key, "", split=given.split, split_key="--split")[: given.limit]
+    notes = list[str]()
+    own = {"split": given.split, "split_key": "--split", "is_supervised": config.algorithm.name == "sft"}
+    read = load_examples(given.data, config.data.prompt_key, "", **own, note=notes.append)
+    found = read[: given.limit]
     check_turns(given.data, found, config.data)
+    for note in [*notes, *unrendered(found, config.data)]:
+        print(f"{given.data}: {note}", file=sys.stderr)
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +25,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="megasync plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", nargs="?", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
+    help_ = "laid over the file, such as engine.wrap=ddp"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: those here, else what the config needs)")
     parser.add_argument("--gpu", choices=KINDS, help="their kind (default: that of those here, else cpu)")
-    parser.add_argument("--mean-response-tokens", type=float, metavar="N", help="default: half of rollout.max_new_tokens")
-    parser.add_argument("--mean-prompt-tokens", type=int, default=128, metavar="N", help="default: 128")
+    help_ = "default: half of rollout.max_new_tokens; of supervised steps as in data.train"
+    parser.add_argument("--mean-response-tokens", type=float, metavar="N", help=help_)
+    parser.add_argument("--mean-prompt-tokens", type=int, metavar="N", help="default: of data.train, where it is here, else 128")
     parser.add_argument("--from", dest="run", type=Path, metavar="RUN", help="take lengths of responses from a run's metrics")
     parser.add_argument("--suggest", action="store_true", help="try layouts, placements and staleness; print the best three")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
@@ -70,6 +73,8 @@ def _plan(given: argparse.Namespace) -> int:
     from megasync.planning.text import show
 
     plan = make_plan(config, request)
+    response = statistics.fmean(plan.work.lengths)
+    print(f"mean lengths: {plan.work.prompt_tokens} tokens of a prompt, {response:.0f} of a response")
     print(show(plan))
     if not plan.fits:
         print(remedies.nearest(plan))

@@ -239,7 +239,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of configs/quickstart.yaml")
     parser.add_argument("--nproc", type=int, help="trainer ranks (default: 2, on 1 or 2 GPUs 1)")
     options = parser.parse_intermixed_args(argv)
     with main_errors():

@@ -64,7 +64,8 @@ class Replayed:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megasync replay", description="What steps were trained on, sampled again.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/rl")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config, such as rollout.replicas=2")
+    help_ = "of the run's config, such as rollout.replicas=2"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     parser.add_argument("--step", required=True, metavar="S", help="a step from 1 on, several as 1-20, or all")
     parser.add_argument("--episode", action="append", default=[], metavar="GROUP[/MEMBER]", help="only these; several times")
     instead = parser.add_mutually_exclusive_group()
@@ -299,7 +300,7 @@ def _left_out(each: Replayed) -> list[str]:
 def _token(prompts: Prompts, token: int | None, log_prob: float | None) -> str:
     if token is None:
         return "the end"
-    return f"{token} {prompts.tokenizer.decode([token])!r} ({log_prob:.4f})"
+    return f"{token} {prompts.detokenizer.text([token])!r} ({log_prob:.4f})"
 
 
 def rerun_lines(each: Replayed) -> list[str]:

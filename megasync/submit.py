@@ -24,8 +24,9 @@ from typing import Any
 
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
+from megasync.config.own_packages import PACKAGES
 from megasync.config.schema import Config
-from megasync.config.shipped import FOLDERS, PACKAGES, clone
+from megasync.config.shipped import FOLDERS, clone
 from megasync.launch.devices import visible_devices
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.job_server import exit_code, follow_in_thread, stop, submit
@@ -49,7 +50,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as engine.wrap=ddp")
+    help_ = "laid over the file, such as engine.wrap=ddp"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     parser.add_argument("--address", help="a cluster's job server; left out: a local cluster for this run")
     parser.add_argument("--num-ranks", type=int, help="trainer ranks (default: 2, or the GPUs less the replicas')")
     include_help = "a package, a module or a folder of them, such as your rewards': importable in the job, and travels with it"
@@ -128,7 +130,7 @@ def num_cpus(config: Config, num_ranks: int) -> int:
     return max(os.cpu_count() or 1, num_ranks + replicas + 1)
 
 
-def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[], str], *, wait: bool) -> int:
+def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[int], str], *, wait: bool) -> int:
     """Submit and, unless told otherwise, follow; with a word of advice where the cluster does not answer or let us in."""
     from ray.exceptions import AuthenticationError
 
@@ -152,8 +154,8 @@ def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callab
         return 1
 
 
-def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
-    """The job's exit code. `words`: to be said last where a run began and is not done."""
+def follow_to_end(client: Any, job_id: str, words: Callable[[int], str]) -> int:
+    """The job's exit code. `words`, of that code: to be said last where a run began and is not done."""
     try:
         follow_in_thread(client, job_id)
         code = exit_code(client, job_id)
@@ -162,7 +164,7 @@ def follow_to_end(client: Any, job_id: str, words: Callable[[], str]) -> int:
         stop(client, job_id)
         code = code_of(interrupt)
     if code not in (0, REFUSED):
-        print(words(), file=sys.stderr)
+        print(words(code), file=sys.stderr)
     return code
 
 

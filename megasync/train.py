@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.checks.data import ask_vllm
+from megasync.checks.own_answers import score_own_answers
+from megasync.checks.preview import preview
 from megasync.checks.unused import unused_keys
 from megasync.config.errors import main_errors
 from megasync.config.files import lock, newest_checkpoint, refuse_going_on
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.data.prompts import RunData, load_data
+from megasync.data.load import RunData, load_data
+from megasync.launch import launcher
 from megasync.launch.devices import visible_devices
 from megasync.launch.last_words import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
@@ -42,15 +45,24 @@ if TYPE_CHECKING:
     from megasync.run.replica_start import ReplicaStart
     from megasync.run.session import Session
 
+FIRST_ANSWERS = 4  # of each data set, that rewards are tried on before a run starts; --check takes more
+EXAMPLES = """examples:
+  megasync train --check configs/smollm2.yaml                             # what would start; nothing does
+  megasync train configs/smollm2.yaml                                     # on this machine's GPUs or CPU
+  megasync train configs/smollm2.yaml run.name=slower engine.optimizer.learning_rate=1e-5"""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Check the config and run it. Returns the exit code."""
     given = parse(arguments)
-    if given.check or "RANK" not in os.environ:
+    with main_errors():
+        starts = not launcher.is_rank(os.environ, given.num_ranks) or given.check
+    if starts:
         return start(given, arguments)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with main_errors(speak=True):
+        launcher.await_store(os.environ)
     with main_errors(speak=rank == 0):
         config = load_config(given.config, given.overrides)
         check_config(config, world_size, needs_data=False, makes_folder=True)
@@ -80,12 +92,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Flags may stand before, between and after the overrides."""
-    parser = argparse.ArgumentParser(prog="megasync train", description="Train by a YAML config.")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="megasync train", description="Train by a YAML config.", epilog=EXAMPLES, formatter_class=raw
+    )
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as engine.wrap=ddp")
     parser.add_argument("--check", action="store_true", help="only say what would start")
     help_ = "trainer ranks on this machine (default: the environment's NPROC; 2 without GPUs, else the GPUs less the replicas')"
-    of_environment = os.environ.get("WORLD_SIZE" if "RANK" in os.environ else "NPROC") or None
+    of_environment = (os.environ.get("NPROC") or None) if "LOCAL_RANK" not in os.environ else None
     flags = ("--nproc", "--world-size")
     parser.add_argument(*flags, dest="num_ranks", type=int, default=of_environment, metavar="N", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
@@ -96,9 +111,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """By hand, not as a rank: check, and unless that is all, become torchrun, which Ctrl-C then reaches itself."""
+    is_rank = launcher.is_rank(os.environ)  # that is only to be checked
+    given.num_ranks = given.num_ranks or (int(os.environ["WORLD_SIZE"]) if is_rank else None)
+    if left_out := "" if is_rank else launcher.forget(os.environ):
+        print(f"{left_out} in the environment, of no rank: left out, this command starts the ranks", file=sys.stderr)
     with main_errors():
         config = load_config(given.config, given.overrides)
         num_ranks = given.num_ranks or default_num_ranks(config, len(visible_devices()))
+        if sys.stderr.isatty() and config.run.progress != "none" and not given.check:  # a rank has imports to do
+            ranks = f"{num_ranks} rank{'' if num_ranks == 1 else 's'}"
+            print(f"checking {given.config}, its model and data, then starting {ranks}", file=sys.stderr, flush=True)
         data = check_config(config, num_ranks)
         check_ray(config)
         why = why_done(config)
@@ -109,10 +131,15 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(f"{config.run.folder}: {why}")
         return 0
     if given.check:
-        print("\n".join([banner(config, num_ranks, data), *unused_keys(config)]))
+        with main_errors():
+            shown = [preview(config, data), *data.notes] if data is not None else []
+        print("\n".join([banner(config, num_ranks, data), *shown, *unused_keys(config)]))
         return 0
     with main_errors():
         forget_former_stop(config.run.folder)
+        scored = score_own_answers(config, data, FIRST_ANSWERS) if data is not None and config.algorithm.name == "grpo" else []
+    for line in (line for scores in scored if scores.is_wrong for line in scores.lines()):
+        print(line)
     by_hand = ["megasync"] if shutil.which("megasync") else [sys.executable, "-m", "megasync"]
     os.environ.setdefault(COMMAND, shlex.join([*by_hand, "train", *arguments]))
     command = torchrun(num_ranks, "megasync.train", given.config, *given.overrides)
@@ -186,10 +213,14 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
         known = NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError | VersionLogWriteError
         if not isinstance(error, known) and not (isinstance(error, OSError) and error.errno in DISK_FULL):
             raise
-        at, last = (f"step {session.step + 1}: ", session.checkpoints.last) if session is not None else ("", None)
         if rank == 0:
+            at = f"step {session.step + 1}: " if session is not None else ""
             hint = "\n`megasync doctor CONFIG` looks at this machine" if "did not start" in str(error) else ""
-            print(f"{at}{error}{hint}\nlast checkpoint: {last or 'none'}", file=sys.stderr, flush=True)
+            print(f"{at}{error}{hint}", file=sys.stderr, flush=True)
+            if session is not None:
+                session.checkpoints.give_up()
+            newest = newest_checkpoint(config.run.folder) if session is not None else None
+            print(f"newest checkpoint: {newest or 'none'}", file=sys.stderr, flush=True)
         return 1
     finally:
         try:

@@ -115,6 +115,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.filter_groups": (True,),
     "algorithm.filter_factor": (1, 2),
     "algorithm.num_minibatches": (1, 4),
+    "algorithm.num_passes": (1, 2),
     "algorithm.non_finite": ("skip",),
     "algorithm.old_log_probs": ("separate",),
     "data.batch_size": (4, 7),

@@ -34,17 +34,17 @@ ROOMS = {
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("minibatch", "passes", "offload", "engine", "trace", "checkpoint"),
+        *("minibatch", "passes", "offload", "alike", "engine", "trace", "checkpoint"),
     ],
     "bridge": [
-        *("config", "messages", "generation", "processes", "notes"),
+        *("config", "messages", "generation", "detokenizer", "processes", "notes"),
         *("layout", "versions", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
         *("config", "hf", "launch", "reporting", "examples", "data", "rewards", "episodes", "rollouts", "checks", "planning"),
         *("diagnosis", "run", "assets", "report", "scale", "export", "plan", "serving", "comparing"),
         *("generate", "evaluate", "bisect", "replay", "doctor"),
-        *("quickstart", "train", "submit", "nodes", "bench", "cli", "__main__"),
+        *("quickstart", "train", "submit", "nodes", "bench", "tools", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]

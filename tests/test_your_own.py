@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megasync.config.keys import ADVICE, all_keys, nearest_key
+from megasync.config.keys import all_keys, nearest_key
 from megasync.config.schema import Config
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.resolve import resolve_rewards
@@ -76,5 +76,5 @@ def test_the_names_in_the_tables_are_known(folder: Path) -> None:
         assert all(name in keys for name in found) and (found or "megasync" in ours), ours
         for name in theirs.split("`, `"):
             name = name.partition(":")[0].removesuffix(".enable")
-            nearest = nearest_key(keys, name)
-            assert nearest in (*found, "algorithm.name") or (not nearest and name.rpartition(".")[2] in ADVICE), (name, nearest)
+            nearest, advice = nearest_key(keys, name)
+            assert nearest in (*found, "algorithm.name") or (not nearest and advice), (name, nearest)

@@ -38,7 +38,7 @@ large_sizes=(
 )
 uncompiled='rollout.engine_arguments={compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}'
 colocated=(rollout.placement=colocated rollout.max_staleness=0 rollout.on_update=drain)
-smollm2=(model.path="$data/model" engine.wrap=ddp)
+smollm2=(model.path="$data/model" engine.wrap=ddp rollout.max_new_tokens=96)
 
 limit() { # NAME SECONDS COMMAND...: its output in OUT/NAME.log, its exit code and seconds told
   local name=$1 seconds=$2 begin=$SECONDS code; shift 2

@@ -104,7 +104,7 @@ def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:
     if index.get("loss_scaler"):
         load_scaler_state(engine.optimizer, index["loss_scaler"])
     if steps_since:
-        engine.schedule.step(increment=steps_since * engine.algorithm.num_minibatches)
+        engine.schedule.step(increment=steps_since * engine.algorithm.steps_per_batch)
         derive_random_state((index["random_seed"] + steps_since) % 2**32)
         return f"resumed with weights of {steps_since} steps after {folder.name}, whose optimizer goes on from them"
     if random_state is not None:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import transformers.utils
+from safetensors import safe_open
 
 from engine.attention import context, fused, latent, rope, windows
 from engine.batch import costs
@@ -41,6 +42,15 @@ class _LocalSpec:
     hf_config: Any
     has_vp_stage: bool
     recomputes_activation = keeps_inputs_on_host = is_exact = False
+
+    def _get_safetensor_io(self, weights_path: str) -> Any:
+        """Without an index mbridge reads all safetensors files of the folder, in no order (core/safetensor_io.py:40)."""
+        source = super()._get_safetensor_io(weights_path)  # type: ignore[misc]
+        whole = Path(weights_path) / "model.safetensors"
+        if not source.index and whole.is_file():
+            with safe_open(whole, framework="pt") as file:
+                source.index = dict.fromkeys(file.keys(), whole.name)
+        return source
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True

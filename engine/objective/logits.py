@@ -43,10 +43,16 @@ class LogProbs:
         return dataclasses.replace(self, has_entropy=False)
 
 
-def greedy_matches(logits: torch.Tensor, labels: torch.Tensor) -> Values:
-    """1 where the largest logit is the label's."""
-    whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
-    return ((whole.argmax(-1) == labels).squeeze(0).float(),)
+@dataclass(frozen=True)
+class ScoresAndMatches:
+    """Reads the labels' log-probs and, as 1, where the largest logit is the label's."""
+
+    log_probs: LogProbs
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> Values:
+        whole = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
+        matches = (whole.argmax(-1) == labels).squeeze(0).float()
+        return (*self.log_probs(logits, labels), matches)
 
 
 @contextmanager

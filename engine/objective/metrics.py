@@ -66,7 +66,8 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
     """What is logged of an update.
 
     `history` has for each optimizer step the sums, the gradient norm, the learning rate and whether it was skipped. Means are
-    over the steps that were not, if there are any. `loss/total` is all that has gradients; `loss/kl` has no coefficient.
+    over the steps that were not, if there are any. `loss/total` is all that has gradients; `loss/kl` has no coefficient. What
+    the algorithm does not measure, such as a KL without a coefficient, has no metric.
     """
     num_skipped = sum(sums["skipped"] for sums in history)
     scale = history[-1].get("loss_scale", 0.0)
@@ -94,12 +95,13 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
             "ratio/clipped_fraction": mean["clipped"],
             "logprob_gap/mean": mean["gap"],
             "logprob_gap/max": max(sums["gap_max"] for sums in history),
-            "importance/mean": mean["importance"],
-            "importance/ess": effective_share(total["weight_count"], total["weight"], total["weight_square"]),
-            "importance/masked_fraction": mean["masked"],
-            "loss/kl": mean["kl"],
             "loss/total": average["loss"] + algorithm.load_balancing * average.get("balance_of_layers", 0.0),
         }
+        if algorithm.importance_correction != "none":
+            metrics["importance/mean"] = mean["importance"]
+            metrics["importance/ess"] = effective_share(total["weight_count"], total["weight"], total["weight_square"])
+        metrics |= {"importance/masked_fraction": mean["masked"]} if algorithm.importance_correction == "mask" else {}
+        metrics |= {"loss/kl": mean["kl"]} if algorithm.kl_coefficient > 0 else {}
         metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if algorithm.dual_clip is not None else {}
         metrics |= {"logprob_gap/own_experts_mean": mean["own_gap"]} if algorithm.log_router_gap else {}
         if algorithm.router_replay == "rollout":

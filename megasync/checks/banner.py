@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from bridge.versions.file import there
+from engine.config import PRESETS
 from megasync.checks.resume import first_step, resumed_checkpoint
 from megasync.config.errors import explain
 from megasync.config.files import VERSIONS, has_results
 from megasync.config.schema import Config
-from megasync.data.prompts import RunData
+from megasync.data.load import RunData
 from megasync.hf.folder import model_shape
 from megasync.hf.tensors import num_parameters
 from megasync.rewards.resolve import weights
@@ -28,7 +29,7 @@ def banner(config: Config, num_ranks: int, data: RunData | None) -> str:
     first = first_step(config)
     lines = {"model": _model(config), "layout": _layout(config, num_ranks)}
     if config.algorithm.name == "grpo":
-        lines |= {"rollouts": _rollouts(config), "reward": _reward(config)}
+        lines |= {"preset": _preset(config), "rollouts": _rollouts(config), "reward": _reward(config)}
     lines |= _data(data, first * config.data.batch_size, config) if data is not None else {}
     lines["folder"] = str(config.run.folder)
     lines["resumes"] = _goes_on(checkpoint, first) if checkpoint else _beginning(config)
@@ -73,6 +74,13 @@ def _rollouts(config: Config) -> str:
     else:
         samples = f"{_plural(batch, 'prompt')} x {own.group_size} samples a step, up to {own.max_new_tokens} tokens each"
     return f"{_plural(own.replicas, 'vLLM replica')}{workers}, {where}; {samples}"
+
+
+def _preset(config: Config) -> str:
+    """The keys that it sets, with the values that they have now."""
+    name = config.algorithm.preset
+    shown = ", ".join(f"{key} {getattr(config.algorithm, key)}" for key in PRESETS.get(name, {}))
+    return f"{name}: {shown}" if shown else ""
 
 
 def _reward(config: Config) -> str:

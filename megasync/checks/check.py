@@ -15,16 +15,18 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine.config import NAME_BYTES
 from megasync.checks.data import ask_vllm, check_data, check_engine_arguments, check_episodes
 from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.unused import unused_keys
-from megasync.config.errors import ConfigError, main_errors, refuse_if
+from megasync.config.errors import ConfigError, Found, main_errors, refuse_if
 from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.data.prompts import RunData, load_data, read_files
+from megasync.config.shipped import how_to_install
+from megasync.data.load import RunData, load_data, read_files
 from megasync.hf.folder import check_model_folder
 from megasync.launch.scope import FOR_CLUSTER
 from megasync.reporting.loggers import missing_loggers
@@ -32,35 +34,57 @@ from megasync.rewards.resolve import require_packages, resolve_rewards, weights
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True, makes_folder: bool = False) -> RunData | None:
-    """ConfigError for the first thing that cannot work. The data, where it is read and there is something to tokenise it with.
+    """ConfigError for all that cannot work. The data, where it is read and there is something to tokenise it with.
 
     `world_size` counts trainer ranks. The sizes of `rollout` are not looked at where algorithm.name is sft. Leaves nothing
     behind, unless it `makes_folder`, the run's.
     """
-    check_settings(config, world_size)
-    with _only_told_for_a_cluster():
+    found = Found()
+    with found.more():
+        check_settings(config, world_size)
+    with found.more(), _only_told_for_a_cluster():
         _check_kernels(config)
-    with _only_told_for_a_cluster():
+    with found.more(), _only_told_for_a_cluster():
         _check_loggers(config)
-    check_layout(config, check_model_folder(config.model.path), world_size)
+    if config.model.path:
+        with found.more():
+            check_layout(config, check_model_folder(config.model.path), world_size)
     if config.algorithm.name == "grpo":
-        own = config.rollout
-        with _only_told_for_a_cluster(own.reward):
-            resolve_rewards(own.reward)
-        if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # as for kernels; rank 0 alone has rewards
-            with _only_told_for_a_cluster():
-                require_packages(own.reward, fetches=FOR_CLUSTER not in os.environ)
-        check_cache_memory(config)
-        with _only_told_for_a_cluster(own.episode):
-            check_episodes(config)
-        check_engine_arguments(config)
-    check_data(config)
-    check_resume(config)
-    _check_run_folder(config, makes_folder=makes_folder)
+        _check_what_generates(config, found)
+    with found.more():
+        check_data(config)
+    with found.more():
+        check_resume(config)
+    with found.more():
+        _check_run_folder(config)
+    if found.errors and needs_data:
+        with found.more():
+            read_files(config)
+    found.stop()
+    if makes_folder:
+        config.run.folder.mkdir(parents=True, exist_ok=True)
     if needs_data and not find_spec("transformers"):  # a machine that only submits runs may have none
         read_files(config)
         return None
     return load_data(config) if needs_data else None
+
+
+def _check_what_generates(config: Config, found: Found) -> None:
+    own = config.rollout
+    with found.more(), _only_told_for_a_cluster(own.reward):
+        resolve_rewards(own.reward)
+    with found.more(), _only_told_for_a_cluster():
+        if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # as for kernels; rank 0 alone has rewards
+            require_packages(own.reward, fetches=FOR_CLUSTER not in os.environ)
+    with found.more(), _only_told_for_a_cluster():
+        is_missing = find_spec("torch") and not find_spec("vllm") and own.ray_address == "local"
+        refuse_if(is_missing, "vllm is not installed, which algorithm.name = grpo samples with", remedy=how_to_install())
+    with found.more():
+        check_cache_memory(config)
+    with found.more(), _only_told_for_a_cluster(own.episode):
+        check_episodes(config)
+    with found.more():
+        check_engine_arguments(config)
 
 
 @contextmanager
@@ -95,10 +119,12 @@ def _check_loggers(config: Config) -> None:
         raise ConfigError(message, remedy=f"pip install {name}, or take {name} out of run.loggers")
 
 
-def _check_run_folder(config: Config, *, makes_folder: bool) -> None:
+def _check_run_folder(config: Config) -> None:
     name, folder = config.run.name, config.run.folder
     message = f"run.name = {name!r}: the name of one folder is expected"
     refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")
+    longest = NAME_BYTES - len(".partial_.lock")  # what lies beside it has longer names
+    refuse_if(len(os.fsencode(name)) > longest, f"{message}, of up to {longest} bytes", remedy="write a shorter name")
     unprintable = next((part for part in (name, str(config.run.dir)) if not part.isprintable()), "")
     message = f"run.dir, run.name = {unprintable!r}: holds a control character, or another that cannot be printed"
     refuse_if(unprintable, message, remedy="write it with letters, digits, - and _")
@@ -106,8 +132,6 @@ def _check_run_folder(config: Config, *, makes_folder: bool) -> None:
     problem = unwritable(folder)
     message, remedy = f"run.dir, run.name = {folder}: cannot be written: {problem}", "write run.dir=FOLDER for a folder of yours"
     refuse_if(problem, message, looked_at=str(existing(folder)), remedy=remedy)
-    if makes_folder:
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def _check_former_run(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 `ask_vllm` asks vLLM itself for `rollout.engine_arguments`, in a process of its own, for the seconds of its import. It is for
 `--check` alone: a run's replicas ask the same when they start. What vLLM refuses only once it has a device, such as a block size
-that no attention kernel has, is not seen. Leaves out reading the data (megasync/data/prompts.py), and what an episode does, which
+that no attention kernel has, is not seen. Leaves out reading the data (megasync/data/load.py), and what an episode does, which
 its own failures tell (rollouts/turns.py).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from bridge.vllm.serving import arguments
 from megasync.checks.sizes import is_served_here
 from megasync.config.data_section import EvalSet
-from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.errors import ConfigError, Found, nearest_name, refuse_if
 from megasync.config.load import save_config
 from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.resolve import resolve_episode
@@ -34,8 +34,11 @@ def check_data(config: Config) -> None:
     message = f"data.eval = {', '.join(data.eval_sets)}: sets are for algorithm.name = grpo, which generates"
     remedy = "write data.eval=FILE for the accuracy on one file"
     refuse_if(data.eval_sets and config.algorithm.name == "sft", message, algorithm=config.algorithm.name, remedy=remedy)
+    found = Found()
     for name, each in data.eval_sets.items():
-        _check_set(config, f"data.eval.{name}", each)
+        with found.more():
+            _check_set(config, f"data.eval.{name}", each)
+    found.stop()
 
 
 def _check_set(config: Config, key: str, given: EvalSet) -> None:
@@ -54,10 +57,12 @@ def _check_set(config: Config, key: str, given: EvalSet) -> None:
 
 def check_engine_arguments(config: Config) -> None:
     """ConfigError for a field that the installed vLLM does not have, or that a config may not set."""
+    found = Found()
     for name, value in config.rollout.engine_arguments.items():
         if reason := arguments.refusal(name, value):
             key = f"rollout.engine_arguments.{name}"
-            raise ConfigError(f"{key} = {value!r:.80}: {reason}", **_way_out(name, key))
+            found.errors.append(ConfigError(f"{key} = {value!r:.80}: {reason}", **_way_out(name, key)))
+    found.stop()
     name = "kv_sharing_fast_prefill"
     message = f"rollout.engine_arguments.{name} = true: vLLM's log-probs of prompts are wrong, which sync.canary_tolerance needs"
     is_wrong = config.rollout.engine_arguments.get(name) and config.sync.canary_tolerance
@@ -82,12 +87,14 @@ def check_episodes(config: Config) -> None:
     """ConfigError for keys of episodes without one, and for an episode that cannot be imported or called."""
     rollout = config.rollout
     if not rollout.episode:
+        found = Found()
         for name in EPISODE_KEYS:
             value = getattr(rollout, name)
             if value != RolloutConfig.model_fields[name].default:
                 message = f"rollout.{name} = {value}: rollout.episode is empty, and samples have one turn"
                 remedy = f"write rollout.episode=package.module:name, or leave rollout.{name} out"
-                raise ConfigError(message, remedy=remedy)
+                found.errors.append(ConfigError(message, remedy=remedy))
+        found.stop()
         return
     resolve_episode(rollout.episode)
 

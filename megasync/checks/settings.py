@@ -15,7 +15,7 @@ from megasync.checks.exact import check_deterministic, check_exact
 from megasync.checks.resume import check_newest_weights
 from megasync.checks.sizes import check_engine, check_ranks, check_rollout
 from megasync.checks.unused import check_unused
-from megasync.config.errors import ConfigError, nearest_name, refuse_if
+from megasync.config.errors import ConfigError, Found, nearest_name, refuse_if
 from megasync.config.schema import Config
 from megasync.hf.model_shape import ModelShape
 from megasync.launch.devices import visible_devices
@@ -24,17 +24,17 @@ ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 
 
 def check_settings(config: Config, num_ranks: int) -> None:
-    """ConfigError for the first key that does not go with the others, or with so many trainer ranks."""
-    check_ranks(config, num_ranks)
-    _check_overrides(config)
-    _check_gradients(config)
-    _check_algorithm(config)
-    check_objective(config)
-    _check_schedule(config)
-    check_unused(config)
-    check_deterministic(config)
-    check_newest_weights(config)
-    refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
+    """ConfigError for all keys that do not go with the others, or with so many trainer ranks."""
+    found = Found()
+    with found.more():
+        check_ranks(config, num_ranks)
+    checks = (_check_overrides, _check_gradients, _check_algorithm, check_objective, _check_schedule, check_unused)
+    for check in (*checks, check_deterministic, check_newest_weights):
+        with found.more():
+            check(config)
+    with found.more():
+        refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
+    found.stop()
 
 
 def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: bool | None = None) -> None:
@@ -51,12 +51,14 @@ def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: 
 
 
 def _check_overrides(config: Config) -> None:
+    found = Found()
     for name, value in config.engine.overrides.items():
         if reason := ddp_fields.refusal(config.engine.wrap, name, value):
             near = "" if name in ddp_fields.REFUSED or name in ddp_fields.TAKEN else nearest_name(name, ddp_fields.TAKEN)
             fields = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if config.engine.wrap in wraps)
             remedy = f"write engine.overrides.{near}" if near else f"leave engine.overrides.{name} out"
-            raise ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy)
+            found.errors.append(ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy))
+    found.stop()
 
 
 def _check_gradients(config: Config) -> None:

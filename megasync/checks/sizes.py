@@ -112,7 +112,7 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             raise ConfigError(message, remedy="write for example engine.lora.rank=32, or leave engine.lora out")
         return
     _check_lora_of_experts(config, shape)
-    smallest = min(shape.hidden_size, *_adapted_widths(config, shape), *low_ranks(lora.targets, shape))
+    smallest = min(shape.hidden_size, *_adapted_widths(lora.targets, shape), *low_ranks(lora.targets, shape))
     message = f"engine.lora.rank = {lora.rank}: larger than the model's smallest dimension, {smallest}"
     refuse_if(lora.rank > smallest, message, model=config.model.path, remedy=f"write engine.lora.rank={min(32, smallest)}")
     message = f"engine.lora.rank = {lora.rank}: vLLM serves adapters up to rank {MAX_SERVED_RANK}"
@@ -125,12 +125,17 @@ def _check_lora(config: Config, shape: ModelShape) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _adapted_widths(config: Config, shape: ModelShape) -> list[int]:
-    """Of the MLPs, experts and shared experts that engine.lora.targets names."""
-    names = ["moe_intermediate_size", "shared_expert_intermediate_size"] if shape.num_experts else []
-    names += ["intermediate_size"] if not shape.num_experts or shape.first_k_dense_replace else []
-    is_adapted = not shape.num_experts or {"linear_fc1", "linear_fc2"} & set(config.engine.lora.targets)
-    return [size for name in names if is_adapted and (size := getattr(shape, name))] or [shape.hidden_size]
+def _adapted_widths(targets: Sequence[str], shape: ModelShape) -> list[int]:
+    """Of the linears that `targets` names, the dimension that is not the hidden size; none of multi-latent attention."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    head = shape.head_dim or shape.hidden_size // heads
+    of_mlps = ["moe_intermediate_size", "shared_expert_intermediate_size"] if shape.num_experts else []
+    of_mlps += ["intermediate_size"] if not shape.num_experts or shape.first_k_dense_replace else []
+    sizes = [getattr(shape, name) for name in of_mlps] if {"linear_fc1", "linear_fc2"} & set(targets) else []
+    if not shape.kv_lora_rank:
+        sizes += [heads * head] if "linear_proj" in targets else []
+        sizes += [(heads + 2 * groups) * head] if "linear_qkv" in targets else []
+    return [size for size in sizes if size]
 
 
 def _check_lora_of_experts(config: Config, shape: ModelShape) -> None:

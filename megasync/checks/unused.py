@@ -11,11 +11,19 @@ from operator import attrgetter
 from typing import Any
 
 from bridge.config import SyncConfig
-from engine.config import AlgorithmConfig
-from megasync.config.errors import ConfigError
+from engine.config import PRESETS, AlgorithmConfig
+from megasync.config.errors import ConfigError, Found
 from megasync.config.schema import Config, RolloutConfig
 
-SUPERVISED = ("name", "num_minibatches", "non_finite", "loss_aggregation", "load_balancing", "router_bias_update_rate")
+SUPERVISED = (
+    "name",
+    "num_minibatches",
+    "num_passes",
+    "non_finite",
+    "loss_aggregation",
+    "load_balancing",
+    "router_bias_update_rate",
+)
 POLICY_KEYS = tuple(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in SUPERVISED)
 EVALUATION_KEYS = ("rollout.evaluate_every_steps", "rollout.evaluate_at_start")
 ROLLOUT_KEYS = (
@@ -49,7 +57,7 @@ RATIO_KEYS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"
 # keys, whether they have an effect, why not
 NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
     (ROLLOUT_KEYS, lambda config: config.algorithm.name == "grpo", "supervised steps have neither rollouts nor replicas"),
-    (RATIO_KEYS, lambda config: config.algorithm.num_minibatches > 1, "with algorithm.num_minibatches = 1 every ratio is 1"),
+    (RATIO_KEYS, lambda config: config.algorithm.steps_per_batch > 1, "with one optimizer step a batch every ratio is 1"),
     (
         ("rollout.on_update", "rollout.cache_on_update"),
         lambda config: config.algorithm.name == "sft" or config.rollout.max_staleness or config.algorithm.filter_groups,
@@ -66,20 +74,25 @@ NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
 
 
 def check_unused(config: Config) -> None:
-    """ConfigError for the first key that has no effect and can only be a mistake."""
+    """ConfigError for keys that have no effect and can only be a mistake."""
+    found = Found()
     for keys, owner, values, why in REFUSED:
         if attrgetter(owner)(config) not in values:
             for key in _given(config, keys):
                 message = f"{key} = {_shown(config, key):.80}: {owner} = {_shown(config, owner)} {why}"
                 needs = ", ".join(map(_text, values))
-                raise ConfigError(message, needs=needs, remedy=f"write {owner}={_text(values[0])}, or leave {key} out")
+                is_of_preset = key.removeprefix("algorithm.") in PRESETS.get(config.algorithm.preset, {})
+                out = f"{key}={_text(attrgetter(key)(Config()))}" if is_of_preset else f"leave {key} out"
+                remedy = f"write {owner}={_text(values[0])}, or {out}"
+                found.errors.append(ConfigError(message, needs=needs, remedy=remedy))
+    found.stop()
 
 
 def unused_keys(config: Config) -> list[str]:
     """What is to be told of keys that have no effect here and may well have one elsewhere; a line a reason."""
     found = [(", ".join(_given(config, keys)), why) for keys, has_effect, why in NOTED if not has_effect(config)]
     notes = [f"without effect: {keys}: {why}" for keys, why in found if keys]
-    warmup, num_steps = config.engine.optimizer.warmup_steps, config.run.steps * config.algorithm.num_minibatches
+    warmup, num_steps = config.engine.optimizer.warmup_steps, config.run.steps * config.algorithm.steps_per_batch
     if warmup > num_steps:
         reached = f"optimizer step {num_steps} of engine.optimizer.warmup_steps = {warmup}"
         notes.append(f"engine.optimizer.learning_rate is not reached: the run ends after {reached}")

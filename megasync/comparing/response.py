@@ -67,11 +67,9 @@ def check_length(response: Response, config: Config) -> None:
 
 
 def _of_line(line: dict[str, Any], prompts: Prompts, step: int | None) -> Response | None:
-    def encode(text: str) -> list[int]:
-        return prompts.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
-
     texts: Sequence[str] = line.get("token_texts", ())
-    prompt, whole = encode(line["prompt"]), encode("".join(texts)) if texts else encode(line["response"])
+    prompt = prompts.tokenizer.encode(line["prompt"], add_special_tokens=False)
+    whole = prompts.encoder.continuing.encode("".join(texts) or line["response"], add_special_tokens=False).ids
     is_same = bool(texts) and prompts.token_texts(whole) == list(texts)
     told = f"line {line['line']} of step {line['step']}, {len(whole)} tokens, sampled by versions {line['versions']}"
     known = is_same and (step is None or line["versions"] == [step, step])

@@ -18,7 +18,7 @@ from megasync.config.schema import Config
 from megasync.export import checkpoints_of
 from megasync.hf.folder import check_model_folder, read_json_object
 from megasync.reporting.log import CONFIG_FILE
-from megasync.serving.source import find_source, is_of_log, to_serve
+from megasync.serving.source import ADAPTER, HF, find_source, hold, is_of_log, to_serve
 
 if TYPE_CHECKING:
     from megasync.comparing.cases import Adapter
@@ -64,13 +64,15 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
     if step and is_of_log(run, step):
         return _of_log(run, config, scratch, step, overrides)
     if is_trained:
-        source = find_source(run, scratch, step, overrides)
-        step = step if step is not None else max(found)
-        folder = found[step]
-        adapter = folder / "adapter" if not (folder / "hf").is_dir() else None
-        formers = {} if adapter else {f"step {n}": path / "hf" for n, path in found.items() if n != step}
-        formers = dict(sorted(formers.items(), key=lambda item: abs(int(item[0].split()[1]) - (step or 0)))[:MAX_FORMERS])
-        base = Path(config.model.path) if adapter else folder / "hf"
+        chosen_step = step if step is not None else max(found)
+        folder = found.get(chosen_step, run)
+        adapter = hold(folder / ADAPTER, scratch, run) if (folder / ADAPTER).is_dir() else None
+        source = find_source(run, scratch, chosen_step, overrides)
+        step = chosen_step
+        others = {} if adapter else {n: path / HF for n, path in found.items() if n != step}
+        near = sorted(others, key=lambda n: abs(n - chosen_step))[:MAX_FORMERS]
+        formers = {f"step {n}": hold(others[n], scratch, run) for n in near if others[n].is_dir()}
+        base = Path(config.model.path if adapter else source.config.model.path)
         config = by_folder(config, base)
         chosen = Chosen(config, source.config, f"{run}, step {step}", step, base, adapter, formers)
     else:
@@ -115,8 +117,8 @@ def check_family(folder: Path) -> None:
 
 def adapter_of(folder: Path | None) -> Adapter:
     """A, B and the scale of each linear of a PEFT folder."""
-    from engine.peft.folder import read_fields
-    from megasync.hf.merge import factors_of, scale_of
+    from engine.peft.folder import read_fields, scale_of
+    from megasync.hf.merge import factors_of
 
     if folder is None:
         return {}

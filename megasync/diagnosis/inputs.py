@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError, some
 from megasync.config.schema import Config
-from megasync.data.prompts import Prompts, load_data, read_files
+from megasync.data.load import load_data, read_files
+from megasync.data.prompts import Prompts
+from megasync.data.tokenizer import GENERATION, generation_ends
 from megasync.diagnosis.finding import Finding, error, ok, warning
 from megasync.hf.folder import check_model_config, check_weights, model_shape, read_json_object
 from megasync.hf.model_shape import ModelShape
@@ -108,6 +110,7 @@ def check_tokenizer(config: Config) -> tuple[list[Finding], Prompts | None]:
         name = "chat template" if "template" in str(problem).splitlines()[0] else "tokenizer"
         return refused(name, problem), None
     found = [*_check_vocabulary(config.model.path, prompts.tokenizer), *_check_template(config, prompts)]
+    found += [finding for note in prompts.notes for finding in ok("tokenizer", note)]
     return [*found, *_check_generation(Path(config.model.path), prompts)], prompts
 
 
@@ -132,9 +135,9 @@ def _check_template(config: Config, prompts: Prompts) -> list[Finding]:
 def _check_generation(folder: Path, prompts: Prompts) -> list[Finding]:
     """Where responses end: the tokenizer's end of sequence, and those of generation_config.json."""
     ends = [f"{token} ({prompts.tokenizer.convert_ids_to_tokens(token)})" for token in prompts.stop_token_ids]
-    path, size = folder / "generation_config.json", len(prompts.tokenizer)
-    if unknown := [token for token in prompts.stop_token_ids if token >= size]:
-        seen = f"eos_token_id {unknown[0]} is no token of the tokenizer's {size}: nothing would end a response"
+    path, size = folder / GENERATION, len(prompts.tokenizer)
+    if unknown := [token for token in (*prompts.stop_token_ids, *generation_ends(folder)) if not 0 <= token < size]:
+        seen = f"eos_token_id {unknown[0]} is no token of the tokenizer's {size}: it ends no response"
         return warning("generation config", seen, f"correct {path}")
     if not path.is_file():
         if not prompts.data.chat_template:
@@ -158,8 +161,8 @@ def check_data(config: Config, prompts: Prompts | None) -> list[Finding]:
     counts = {"data.train": len(data.train), "data.eval": len(data.held_out)}
     counts |= {f"data.eval.{name}": len(rows) for name, rows in data.eval_sets.items()}
     told = ", ".join(f"{key}: {number} examples" for key, number in counts.items() if number)
-    if data.notes:
-        return warning("data", f"{told}; {'; '.join(data.notes)}", "shorten them, or raise the limit that is named")
+    if dropped := [note for note in data.notes if note not in data.prompts.notes]:
+        return warning("data", f"{told}; {'; '.join(dropped)}", "shorten them, or raise the limit that is named")
     return ok("data", told)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from megasync.config.errors import some
+from megasync.config.shipped import how_to_install
 from megasync.diagnosis.finding import Finding, error, ok, warning
 from megasync.launch.processes import PIDFD_REMEDY
 
@@ -158,7 +159,7 @@ def check_requirements(texts: Sequence[str], there: Mapping[str, str], lane: str
     missing = [each.name for each in asked if canonical(each.name) not in there]
     present = [each for each in asked if canonical(each.name) in there]
     wrong = [f"{each.name} {there[canonical(each.name)]} ({each.specifier})" for each in present if not _is_allowed(each, there)]
-    remedy = f"pip install 'megasync[{lane}]', or ./launch/setup.sh in a clone, which installs what a lock pins"
+    remedy = how_to_install(lane)
     if missing:
         return error("packages", f"not installed: {some(missing)}", remedy)
     if wrong:

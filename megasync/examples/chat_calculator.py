@@ -6,7 +6,7 @@ r"""The calculator as a tool of a chat: a small model that calls `multiply` in a
 The words of a call are tokens of their own, so that a model of 1 M parameters has little to write. clients.py has programs that
 talk to it. Needs transformers and torch when it is run, for the model's folder alone.
 
-    python -m megasync.examples.chat_calculator --to FOLDER     # model, warm_up*.jsonl, train.jsonl, held_out.jsonl
+    python -m megasync.examples.chat_calculator --to FOLDER     # model, warm_up*.jsonl, conversations*.jsonl, train.jsonl, ...
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ TOOL = "multiply"
 USER, ASSISTANT, TOOL_RESULT, TOOLS, SYSTEM = "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>", "<|system|>"
 CALL, AND, END_CALL = f'<tool_call>{{"name": "{TOOL}", "arguments": {{"a": ', ', "b": ', "}}</tool_call>"
 WORDS = (TOOL, CALL, AND, END_CALL)
+NUMBERS = {"type": "object", "properties": {name: {"type": "integer"} for name in ("a", "b")}, "required": ["a", "b"]}
+MULTIPLY = {"type": "function", "function": {"name": TOOL, "description": "The product of a and b.", "parameters": NUMBERS}}
 ROLES = (USER, ASSISTANT, TOOL_RESULT, TOOLS, SYSTEM)
 CHARACTERS = [each for each in string.printable if each.isprintable() or each == "\n"]
 TEMPLATE = (
@@ -65,9 +67,11 @@ def build_tokenizer(words: Sequence[str] = WORDS) -> Any:
     return made
 
 
-def lines(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Of each file; the warm-up's prompts are what the chat template writes, tools included."""
-    found: dict[str, list[dict[str, str]]] = {name: [] for name in ("warm_up", "warm_up_held_out", "train", "held_out")}
+def lines(seed: int) -> dict[str, list[dict[str, Any]]]:
+    """Of each file; the warm-up's prompts are what the chat template writes, tools included; conversations are the same turns."""
+    kinds = ("train", "warm_up", "conversations")
+    found: dict[str, list[dict[str, Any]]] = {f"{kind}{end}": [] for kind in kinds for end in ("", "_held_out")}
+    found["held_out"] = found.pop("train_held_out")
     for left, right, is_held_out in pairs_of(seed):
         question, product = f"{left}*{right}", str(left * right)
         asked, call = f"{TOOLS}{TOOL}{EOS}{USER}{question}{EOS}{ASSISTANT}", f"{CALL}{left}{AND}{right}{END_CALL}"
@@ -75,7 +79,19 @@ def lines(seed: int) -> dict[str, list[dict[str, str]]]:
         turns = found["warm_up_held_out" if is_held_out else "warm_up"]
         turns.append({"question": asked, "answer": call})
         turns.append({"question": f"{asked}{call}{EOS}{TOOL_RESULT}{product}{EOS}{ASSISTANT}", "answer": product})
+        conversation = found["conversations_held_out" if is_held_out else "conversations"]
+        conversation.append({"messages": _messages(left, right), "tools": [MULTIPLY]})
     return found
+
+
+def _messages(left: int, right: int) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": TOOL, "arguments": {"a": left, "b": right}}}
+    return [
+        {"role": "user", "content": f"{left}*{right}"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": str(left * right)},
+        {"role": "assistant", "content": str(left * right)},
+    ]
 
 
 def write(folder: Path, seed: int = 0) -> None:

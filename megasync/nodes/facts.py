@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megasync.checks.check import check_config
+from megasync.config.own_packages import PACKAGES
 from megasync.config.schema import Config
-from megasync.config.shipped import CLONE, PACKAGES
+from megasync.config.shipped import CLONE
 from megasync.diagnosis.needs import Needs
 from megasync.diagnosis.packages import installed
 from megasync.diagnosis.storage import check_shared_memory

@@ -91,7 +91,7 @@ def _take_part(given: argparse.Namespace, config: Config, num_ranks: int) -> int
     if told:
         print(told, file=sys.stderr)
     if code not in (0, *FINAL) and (arrival.is_head or HEAD_GONE in told):
-        print(last_words(config, shlex.join(["launch/torchrun_nodes.sh", *sys.argv[1:]])), file=sys.stderr)
+        print(last_words(config, shlex.join(["launch/torchrun_nodes.sh", *sys.argv[1:]]), code), file=sys.stderr)
     return code
 
 

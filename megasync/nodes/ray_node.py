@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from bridge.processes import RAY_PATH, descendants, socket_folder
+from megasync.config.own_packages import in_ray_workers
 from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.ray_cluster import (
     NO_DRAINING,
@@ -68,7 +69,13 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **WORKER_ENVIRONMENT, **NO_DRAINING, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+                env={
+                    **os.environ,
+                    **WORKER_ENVIRONMENT,
+                    **in_ray_workers(),
+                    **NO_DRAINING,
+                    "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+                },
                 start_new_session=True,
                 preexec_fn=end_with_parent,  # noqa: PLW1509  (it calls the kernel alone)
             )

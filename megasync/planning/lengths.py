@@ -1,22 +1,42 @@
-"""How long responses are, as quantiles: from a mean, or from a run's metrics. Pure functions; no torch in here.
+"""How long prompts and responses are: of a run's data, from a mean as quantiles, or from a run's metrics. No torch in here.
 
 Responses are taken to be lognormal, with a spread as models under RL have it, and cut off at rollout.max_new_tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
+from megasync.data.data import Example, load_examples
+from megasync.data.prompts import Prompts
 from megasync.reporting.log import read_metrics
 
 SPREAD = 0.8  # standard deviation of the logarithm
 METRIC = "response/tokens_mean"
+PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
 PROMPT_TOKENS = 128  # where nothing is known
+
+
+def supervised_lengths(prompts: Prompts, examples: Iterable[Example]) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer of the first PLANNED_EXAMPLES."""
+    samples = [sample for example in itertools.islice(examples, PLANNED_EXAMPLES) for sample in prompts.samples(example)]
+    return [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
+
+
+def lengths_of_data(config: Config) -> list[tuple[int, int]]:
+    """The same of data.train; none where it or the tokenizer is not here, since a plan needs neither."""
+    data = config.data
+    try:
+        examples = load_examples(data.train, data.prompt_key, data.answer_key, split=data.split, is_supervised=True)
+        return supervised_lengths(Prompts(config.model.path, data), examples)
+    except (ValueError, OSError):
+        return []
 
 
 def quantiles(mean: float, longest: int, count: int = 64) -> tuple[int, ...]:

@@ -235,15 +235,16 @@ def _seconds(
     if hardware.is_cpu:
         traced = [(stage.counts, stage.activations) for stage in stages]
         train, alone = cpu.train_seconds(traced, config.engine, grid, work, busy.training, threads)
+        optimizer = cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training, threads)
     else:
         train, alone = times.train_seconds(config, model_costs, counts, grid, work, hardware)
-    separate = algorithm.name == "grpo" and (algorithm.num_minibatches > 1 or algorithm.old_log_probs == "separate")
+        optimizer = times.optimizer_seconds(config, counts, grid, work, hardware)
+    train *= algorithm.num_passes
+    separate = algorithm.name == "grpo" and (algorithm.steps_per_batch > 1 or algorithm.old_log_probs == "separate")
     passes = separate + (algorithm.name == "grpo" and algorithm.kl_coefficient > 0) + algorithm.log_router_gap
     parts = {
         "train": train,
-        "optimizer": cpu.optimizer_seconds(counts, config.engine, grid, work, busy.training, threads)
-        if hardware.is_cpu
-        else times.optimizer_seconds(config, counts, grid, work, hardware),
+        "optimizer": optimizer * algorithm.num_passes,
         "log_probs": alone * passes,
         "sync": 0.0,
         "moving": 0.0,

@@ -80,7 +80,7 @@ def bound_by_host(
     config: Config, costs_: ModelCosts, grid: Grid, work: Work, train: float, generation: Generation
 ) -> tuple[str, ...]:
     """Of a run on GPUs, the phases in which they wait for the host most of the time."""
-    launched = _launch_seconds(config, costs_, grid, work) > HOST_SHARE * train
+    launched = _launch_seconds(config, costs_, grid, work) * config.algorithm.num_passes > HOST_SHARE * train
     return ("training",) * launched + ("generation",) * generation.is_bound_by_host
 
 

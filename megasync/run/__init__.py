@@ -13,5 +13,6 @@ placement.py   who uses shared GPUs when
 ending.py      the last checkpoint and evaluation, the summary, the last lines
 rank_zero.py   work that rank 0 does for all ranks, and the tokens of a batch to the ranks that train on them
 step_log.py    what is written of each step: its times by phase, tokens on which both sides agree
+supervised.py  held-out metrics and samples of supervised runs
 heartbeat.py   ranks that are alive but stuck are found and ended
 """

@@ -24,7 +24,7 @@ from bridge.send.publish import Publisher
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
-from megasync.data.prompts import RunData
+from megasync.data.load import RunData
 from megasync.reporting.log import RunLog
 from megasync.run.rank_zero import on_rank_zero
 

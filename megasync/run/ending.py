@@ -20,7 +20,11 @@ from megasync.run.rank_zero import on_rank_zero
 from megasync.run.scaling import forget_request
 from megasync.run.session import Session
 
-HELD_OUT = {"eval/reward": "held-out reward", "eval/accuracy": "held-out accuracy"}  # metrics of one file, and in words
+HELD_OUT = {  # metrics of one file, and in words
+    "eval/reward": "held-out reward",
+    "eval/accuracy": "held-out accuracy",
+    "eval/loss": "held-out loss",
+}
 
 
 def finish(session: Session) -> str:
@@ -63,6 +67,8 @@ def _stop(session: Session, done: int) -> str:
         return ""
     session.log.timeline.write()
     write_unfinished_report(session.config.run.folder)
+    for line in advice_lines(session.config.run.folder)[:1]:
+        session.log.note(line)
     return stopped_line(session.config, done, session.checkpoints.last)
 
 
@@ -109,10 +115,18 @@ def _held_out(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
+def _why_early(config: Config, found: Mapping[str, Any]) -> str:
+    """Of a run that has done fewer than run.steps; empty of one that has done all."""
+    run, accuracy = config.run, found.get("eval_accuracy_after")
+    if found["steps"] >= run.steps or accuracy is None:
+        return ""
+    return f" of {run.steps}, as the held-out accuracy {accuracy:.3f} has reached run.stop_at_accuracy = {run.stop_at_accuracy:g}"
+
+
 def closing_lines(config: Config, found: Mapping[str, Any]) -> str:
     """Two lines: what came out, and where it lies. `found`: the summary."""
     steps, folder = found["steps"], config.run.folder
-    told = [f"done: {steps} step{'' if steps == 1 else 's'}, {found['seconds_total']:.0f} s"]
+    told = [f"done: {steps} step{'' if steps == 1 else 's'}{_why_early(config, found)}, {found['seconds_total']:.0f} s"]
     for metric, words in HELD_OUT.items():
         name = metric.replace("/", "_")
         if f"{name}_after" in found:

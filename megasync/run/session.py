@@ -7,7 +7,6 @@ Every public method is collective unless it says otherwise. Leaves out the order
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ from engine.sample import Sample
 from megasync.checks.unused import unused_keys
 from megasync.config.files import is_asked_to_stop
 from megasync.config.schema import Config
-from megasync.data.prompts import RunData
+from megasync.data.load import RunData
+from megasync.planning.lengths import supervised_lengths
 from megasync.planning.record import write_plan
 from megasync.reporting.log import RunLog
 from megasync.reporting.page import write_unfinished_report
@@ -37,9 +37,8 @@ from megasync.run.rank_zero import RankZeroError, TokenScatter, TooFewReplicasEr
 from megasync.run.replica_start import ReplicaStart
 from megasync.run.scaling import Scaling
 from megasync.run.step_log import StepClock, StepLog
+from megasync.run.supervised import held_out_metrics, sample_lines
 from megasync.run.weights import Weights
-
-PLANNED_EXAMPLES = 32  # whose lengths a plan takes for those of all
 
 
 class Session:
@@ -91,8 +90,7 @@ class Session:
         if self.layout.rank != 0 or has_timed_calls == has_cuda():
             return
         data = self._data_of_rank
-        samples = [data.prompts.supervised(example) for example in data.train[:PLANNED_EXAMPLES]] if data is not None else []
-        lengths = [(len(sample.prompt_ids), len(sample.response_ids)) for sample in samples]
+        lengths = supervised_lengths(data.prompts, data.train) if data is not None else []
         for note in write_plan(self.config, self.layout.world_size, self.layout.pipeline_rank, lengths):
             self.log.note(note)
 
@@ -129,8 +127,11 @@ class Session:
         """The supervised examples of a step, the same on every rank. Not collective."""
         size, order = self.config.data.batch_size, self._data.order(self.config)
         first = self.progress.num_trained + (step - self.first_step) * size
-        indices = [order.index(ordinal) for ordinal in range(first, first + size)]
-        return [self._data.prompts.supervised(self._data.train[index]) for index in indices]
+        examples = [self._data.train[order.index(ordinal)] for ordinal in range(first, first + size)]
+        if step == self.first_step:
+            lines = list(sample_lines(self._data.prompts, examples[: self.config.run.log_samples]))
+            self.log.samples(step + 1, lines)
+        return self._data.prompts.supervised_batch(examples)
 
     def start_replicas(self) -> None:
         """Wait until vLLM is up, on rank 0, and connect the weight bridge."""
@@ -239,8 +240,7 @@ class Session:
         self.heartbeat.phase = f"evaluation after {step} steps"
         with self.clock.phase("evaluation"):
             if self.config.algorithm.name == "sft":
-                samples = [self._data.prompts.supervised(example) for example in self._data.held_out]
-                found = {"eval/accuracy": statistics.fmean(self.engine.greedy_matches(samples))}
+                found = held_out_metrics(self.engine, self._data.prompts.supervised_batch(self._data.held_out))
             else:
                 found = self._with_replicas(step, lambda: self._evaluate_rollouts(step))
         self.evaluated[step] = found

@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import stat
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,13 +37,14 @@ from megasync.hf.folder import check_model_folder
 from megasync.launch.devices import visible_devices
 from megasync.launch.scope import check_ray
 from megasync.rewards.pool import RewardPool
-from megasync.rollouts.evaluation import Evaluation, pass_at_k, requests_of
-from megasync.rollouts.requests import reward_inputs, sample_line
+from megasync.rollouts.evaluation import Evaluation, pass_at_k, requests_of, standard_error
+from megasync.rollouts.requests import begins_thinking, reward_inputs, sample_line
 from megasync.rollouts.turns import ATTEMPTS
 
 if TYPE_CHECKING:
     from bridge.generation import Completion
     from bridge.replicas.pool import ReplicaPool
+    from megasync.data.data import Example
     from megasync.data.prompts import Prompts
     from megasync.rewards.functions import RewardInput
     from megasync.serving.source import Source
@@ -134,6 +135,33 @@ def with_length(source: Source, config: Config, evaluations: Sequence[Evaluation
     return found
 
 
+def takes_what_fits(source: Source, given: argparse.Namespace) -> bool:
+    """Whether a response may be as long as the model has room for: of a folder, where nobody says how long."""
+    is_said = given.max_new_tokens or any(each.startswith("rollout.max_new_tokens=") for each in given.overrides)
+    return not (source.is_of_run or is_said)
+
+
+def with_room(config: Config, prompts: Prompts, examples: Sequence[Example]) -> Config:
+    """With the most new tokens that fit behind the longest of these prompts, up to the default.
+
+    It prints a note where they are fewer. ConfigError where nothing fits.
+    """
+    positions, default = check_model_folder(config.model.path).max_position_embeddings, config.rollout.max_new_tokens
+    limit = min(filter(None, (config.rollout.max_model_len, positions)), default=0)
+    longest = max((len(prompts.prompt_ids(example)) for example in examples), default=0)
+    room = limit - longest
+    if not limit or room >= default:
+        return config
+    message = f"the longest prompt has {longest} tokens, of {limit} that fit"
+    refuse_if(room < 1, f"{message}: there is no room for a response", remedy="shorten it, or leave it out")
+    print(f"{message}: responses of up to {room} tokens; --max-new-tokens says otherwise", file=sys.stderr)
+    return with_new_tokens(config, room)
+
+
+def with_new_tokens(config: Config, number: int) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": number})})
+
+
 def check_lengths(config: Config, evaluation: Evaluation, prompts: Prompts) -> None:
     """ConfigError for a prompt that leaves no room for its response."""
     limit = config.rollout.max_model_len or check_model_folder(config.model.path).max_position_embeddings
@@ -162,7 +190,8 @@ def score(config: Config, evaluation: Evaluation, prompts: Prompts, answers: Ans
     for example, group in zip(evaluation.examples, answers, strict=True):
         asked = [one for one in group if own_reward(one) is None]
         ids = [np.array(one.final_ids, np.int32) if isinstance(one, Played) else one.token_ids for one in asked]
-        inputs.append(reward_inputs(example, asked, prompts.texts(ids), limit) if asked else [])
+        thinking = begins_thinking(prompts, example)
+        inputs.append(reward_inputs(example, asked, prompts.texts(ids), limit, thinking=thinking) if asked else [])
     scored: list[list[float]] = asyncio.run(_score_all(config, inputs)) if any(inputs) else [[] for _ in inputs]
     rewards = [iter(of_group) for of_group in scored]
     pairs = zip(answers, rewards, strict=True)
@@ -235,7 +264,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Estimate(mean, None, None, 1)
-    half = Z * statistics.stdev(values) / math.sqrt(len(values))
+    half = Z * standard_error(values)
     return Estimate(mean, mean - half, mean + half, len(values))
 
 

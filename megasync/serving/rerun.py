@@ -18,7 +18,8 @@ import numpy as np
 
 from megasync.config.errors import refuse_if
 from megasync.config.schema import Config
-from megasync.data.prompts import Prompts, RunData, load_data
+from megasync.data.load import RunData, load_data
+from megasync.data.prompts import Prompts
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import EnvironmentAnswer, History, turns_of
 from megasync.episodes.segments import Turn
@@ -140,7 +141,7 @@ class _Again:
         return Change(self.group, self.task.member, turn, what)
 
     def _shown(self, ids: Any) -> str:
-        return _short(self.prompts.tokenizer.decode(ids.tolist())) if len(ids) else "no further"
+        return _short(self.prompts.detokenizer.text(ids.tolist())) if len(ids) else "no further"
 
 
 def _called(answer: EnvironmentAnswer) -> str:

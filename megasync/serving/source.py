@@ -6,7 +6,9 @@ source.config.model.path      # the folder that vLLM loads
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.files import METRICS_FILE, VERSIONS
+from megasync.config.files import CHECKPOINTS, METRICS_FILE, VERSIONS, lock_holder
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.export import checkpoints_of, export, export_version, find_weights, run_and_step
@@ -51,10 +53,11 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
         run, step, folder = place
         config = load_config(run / CONFIG_FILE, overrides)
         weights = folder or _weights_of(run, step, scratch)
+        held = hold(weights, scratch, run) if weights.is_relative_to(run / CHECKPOINTS) else weights
         name = "its final weights" if weights == run / HF else weights.parent.name
         if weights.parent == scratch:
             name = f"version {step}" if is_of_log(run, step) else "adapter merged"
-        return Source(to_serve(config, weights), f"{_short(run)}, {name}", True)
+        return Source(to_serve(config, held), f"{_short(run)}, {name}", True)
     if step is not None:
         raise ConfigError(f"--step {step}: {target} is no run", remedy="leave --step out, or name a run's folder")
     if not target.is_dir():
@@ -82,6 +85,7 @@ def source_of_version(run: Path, scratch: Path, version: int, overrides: list[st
     started, stays, and the last.
     """
     for path in sorted(scratch.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)[1:]:
+        _release(path)
         shutil.rmtree(path)
     made = scratch / f"version_{version}"
     made.mkdir()
@@ -93,6 +97,35 @@ def source_of_version(run: Path, scratch: Path, version: int, overrides: list[st
     if not is_folder:
         export_version(run, weights, version)
     return Source(to_serve(config, weights), f"{_short(run)}, version {version}", True)
+
+
+def hold(folder: Path, scratch: Path, run: Path) -> Path:
+    """The folder of a checkpoint; while its `run` goes on, which removes some, another one below `scratch` with the same files.
+
+    They last until this process ends: links to those that it has opened, whose names may be gone.
+
+    Raises:
+        ConfigError: the folder has been removed.
+    """
+    if lock_holder(run) is None:
+        return folder
+    held = Path(tempfile.mkdtemp(prefix="held_", dir=scratch))
+    for path in sorted(folder.parent.glob(f"{folder.name}/*")):
+        try:
+            opened = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            break
+        (held / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{opened}")
+    if not folder.is_dir():
+        remedy = "run the command again, or raise the run's checkpoint.keep"
+        raise ConfigError(f"{folder}: was removed by the run, which goes on, while it was opened", remedy=remedy)
+    return held
+
+
+def _release(folder: Path) -> None:
+    """What is held below the folder."""
+    for path in folder.glob("held_*/*"):
+        os.close(int(path.readlink().name))
 
 
 def versions_there(run: Path) -> set[int]:

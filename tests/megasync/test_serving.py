@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from safetensors.numpy import load_file
 from bridge.generation import Completion, GenerationRequest
 from bridge.versions.writer import VersionWriter
 from megasync import evaluate, generate
+from megasync.comparing.weights import choose
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
@@ -300,6 +303,26 @@ def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: 
         assert stop.value.code == 2 and "write --max-new-tokens" in said, said
 
 
+@pytest.mark.parametrize("command", [evaluate, generate])
+def test_a_folder_answers_with_as_many_tokens_as_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Any) -> None:
+    """Of a model with 512 positions, behind prompts of 4 and 300 tokens; where a number is asked for, it is not changed."""
+    model, longest = write_tiny_model(tmp_path / "model", "qwen3"), list[int]()
+    lines = "".join(f'{{"question": "{text}", "answer": 2}}\n' for text in ("1+1=", "1" * 300))
+    given = [str(model), "--data", str(write(tmp_path / "a.jsonl", lines))]
+
+    def serve(config: Config) -> object:
+        longest.append(config.rollout.max_new_tokens)
+        return no_gpu(config)
+
+    assert command.main(given, serve=serve) == 1 and longest == [212]
+    assert "300 tokens, of 512 that fit: responses of up to 212" in capsys.readouterr().err
+    assert command.main([*given, "--limit", "1"], serve=serve) == 1 and longest[1] == 508
+    assert command.main([*given, "rollout.max_new_tokens=200"], serve=serve) == 1 and longest[2] == 200
+    with pytest.raises(SystemExit) as stop:
+        command.main([*given, "--max-new-tokens", "511"], serve=no_replicas)
+    assert stop.value.code == 2
+
+
 @pytest.mark.parametrize(("prompt", "told"), [("", "2: is empty"), (" ", "2: is empty"), ("1\udcff", "2: is not UTF-8")])
 def test_a_prompt_that_is_no_text_is_refused(run: Path, capsys: pytest.CaptureFixture[str], prompt: str, told: str) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -341,3 +364,25 @@ def test_the_first_prompts_of_a_file(run: Path, tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         generate.parse([str(run), "--prompt", "1+1=", "--split", "test"])
     assert "--split is for --data" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_may_remove_the_checkpoint_that_was_found(run: Path, tmp_path: Path) -> None:
+    """As with checkpoint.keep: 1: what was found stays readable, for the processes that this one starts, too."""
+    newest, former = (run / "checkpoints" / name for name in ("step_00000010", "step_00000005"))
+    expected = {path.name: path.read_bytes() for path in (newest / "hf").iterdir()}
+    hold = f"from pathlib import Path; from megasync.config.files import lock; lock(Path({str(run)!r})); print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", f"{hold}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+        source, chosen = find_source(run, tmp_path, None, []), choose(run, tmp_path, None, [])
+        for folder in (newest, former):
+            shutil.rmtree(folder)
+        found = Path(source.config.model.path)
+        assert source.name.endswith("step_00000010") and chosen.step == 10 and len(chosen.formers) == 1
+        for folder in (found, chosen.base, Path(chosen.served.model.path)):
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+        read = f"from safetensors.torch import load_file; print(len(load_file({str(found / 'model.safetensors')!r})))"
+        done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+        assert int(done.stdout) > 5
+        with pytest.raises(ConfigError, match="no checkpoint of step 10"):
+            find_source(run, tmp_path, 10, [])
+        holder.communicate()

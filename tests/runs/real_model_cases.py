@@ -41,14 +41,15 @@ def greedy(pool: OpenPool, samples: list[Sample]) -> list[list[int]]:
 
 def matches_greedy(built: Engine, samples: list[Sample], answers: list[list[int]]) -> list[bool]:
     """Whether the engine would answer so, too."""
-    return built.greedy_matches([Sample(sample.prompt_ids, answer) for sample, answer in zip(samples, answers, strict=True)])
+    answered = [Sample(sample.prompt_ids, answer) for sample, answer in zip(samples, answers, strict=True)]
+    return [each.is_match for each in built.held_out(answered)]
 
 
 def trained(path: str, samples: list[Sample], expected: list[torch.Tensor], wrap: str, root: str = "") -> dict[str, Any]:
     """Log-probs and greedy answers before training, then two steps; with a `root` a checkpoint between them, see `resumed`."""
     with engine(path, wrap=wrap, **STEP) as built:
         result: dict[str, Any] = {"gap": worst_difference(built.score(samples), expected)}
-        result["greedy"] = built.greedy_matches(samples)
+        result["greedy"] = [each.is_match for each in built.held_out(samples)]
         result["losses"] = [step(built, samples)]
         if root:
             saved = checkpoint.save(Path(root), 1, built, everywhere(built), Path(path), 1).wait()

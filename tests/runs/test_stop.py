@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megasync.config.files import STOP_FILE, is_asked_to_stop, newest_checkpoint
+from megasync.examples import chat_calculator
+from megasync.examples.small_qwen3 import write_small_qwen3
+from megasync.reporting.log import read_evaluations, read_samples
 from tests.runs.train_cases import metrics, train, write_config
 
 STEPS = 40
 
 
 def supervised(folder: Path) -> Path:
-    """The config of a run that writes no checkpoint by itself, before its end."""
+    """The config of a run on conversations with a tool, that writes no checkpoint by itself, before its end."""
+    model, written = folder / "chat", chat_calculator.lines(0)
+    write_small_qwen3(model, chat_calculator.vocabulary_of(), 0, "float32", max_position_embeddings=256)
+    chat_calculator.build_tokenizer().save_pretrained(model)
+    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+    parts = {"train": written["conversations"][:100], "held_out": written["conversations_held_out"][:10]}
+    chat_calculator.write_lines(folder, parts)
     config = write_config(
-        folder, run={"steps": STEPS}, algorithm={"name": "sft", "num_minibatches": 1}, checkpoint={"every_steps": 0}
+        folder,
+        run={"steps": STEPS},
+        model={"path": str(model)},
+        algorithm={"name": "sft", "num_minibatches": 1},
+        data={"train": str(train), "eval": str(held_out), "prompt_key": "messages", "chat_template": True},
+        checkpoint={"every_steps": 0},
     )
     values = yaml.safe_load(config.read_text())
     del values["rollout"]
@@ -78,3 +94,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(folder)] == list(range(1, done + 4))
     for kind in ("loss/sft", "grad_norm"):
         assert [line.get(kind) for line in metrics(folder)] == [line.get(kind) for line in whole]
+    resumed, at_once = (read_evaluations(each)[-1] for each in (folder, tmp_path / "runs" / "whole"))
+    assert resumed == at_once and at_once["eval/perplexity"] == pytest.approx(math.exp(at_once["eval/loss"]))
+    pieces = [[piece["sampled"] for piece in branch] for line in read_samples(folder) for branch in line["branches"]]
+    assert pieces and all(each == [False, True, False, True] for each in pieces), "the call and the answer are trained"

@@ -13,6 +13,7 @@ import subprocess
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -165,6 +166,7 @@ def test_sets_are_evaluated_when_due_and_not_at_the_start(first_run: Path) -> No
     lines = read_evaluations(first_run)
     assert [line["step"] for line in lines] == [3, 6]
     keys = {"step", "eval/sums/truncated", "eval/small/truncated", "eval/small/avg@1", "eval/small/pass@1"}
+    keys |= {"eval/sums/error", "eval/small/error"}
     assert set(lines[0]) == keys | {f"eval/sums/{name}" for name in ("avg@3", "pass@1", "pass@2", "pass@3")}
     assert all(0 <= value <= 1 for line in lines for key, value in line.items() if key != "step")
     summary = read_summary(first_run)
@@ -183,7 +185,7 @@ def test_samples_show_what_the_model_got_and_gave(first_run: Path) -> None:
         assert line["prompt"].startswith("xyz ") and line["prompt"].endswith("=") and "+" in line["prompt"]
         assert line["versions"] == [line["step"] - 1] * 2 and line["reward"] == line["tokens"] / 8
         assert line["version_runs"] == [[line["step"] - 1, line["tokens"]]]
-        assert re.sub("<(pad|unk|eos|bos)>", "", "".join(line["token_texts"])) == line["response"]
+        assert "".join(line["token_texts"]).removesuffix("<eos>") == line["response"]
         assert len(line["token_texts"]) == line["tokens"]
         both = zip(line["trainer_log_probs"], line["rollout_log_probs"], strict=True)
         assert max(abs(trainer - rollout) for trainer, rollout in both) < largest[line["step"]] + 1e-3
@@ -234,7 +236,9 @@ def test_evaluate_and_generate_find_what_the_run_found(
     for name, values in found["sets"].items():
         metrics = {f"eval/{name}/{metric}": value["mean"] for metric, value in values.items() if "@" in metric}
         metrics[f"eval/{name}/truncated"] = values["truncated"]
-        assert metrics == {key: value for key, value in expected.items() if key.startswith(f"eval/{name}/")}
+        (of_prompts,) = (value for metric, value in values.items() if metric.startswith("avg@"))
+        metrics[f"eval/{name}/error"] = (of_prompts["high"] - of_prompts["mean"]) / NormalDist().inv_cdf(0.975)
+        assert metrics == pytest.approx({key: value for key, value in expected.items() if key.startswith(f"eval/{name}/")})
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 12 * 3 + 2
     firsts = {f"{line['set']} {line['prompt']}": line for line in answers if line["sample"] == 0}
@@ -266,7 +270,8 @@ def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_ru
         run.wait_for(7)
         os.killpg(run.process.pid, signal.SIGINT)
     assert run.process.returncode == 130
-    cause, report, newest, again = run.said.read_text().splitlines()[-4:]
+    cause, stop, report, newest, again = run.said.read_text().splitlines()[-5:]
+    assert stop.endswith(f"touch {copy}/stop")
     assert cause.endswith("ended by SIGINT")  # a library of a rank's may have left a line without an end
     assert report == f"report: {copy}/report.html" and (copy / "report.html").stat().st_size > 0
     said = run.said.read_text()

@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     code, said = train(config)
     assert code == 1, said
     assert "is not finite" in said and "step " in said and "rank(s)" in said
-    assert "last checkpoint: " in said
+    assert "newest checkpoint: " in said
 
 
 def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +176,7 @@ def test_a_run_that_stops_at_its_accuracy_writes_its_last_checkpoint(tmp_path: P
     assert code == 0, said
     num_steps = len(metrics(run))
     assert num_steps < 60
+    assert f"done: {num_steps} steps of 60, as the held-out accuracy 1.000 has reached run.stop_at_accuracy = 1," in said
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{num_steps:08d}"]
     told = f"{run}: the accuracy is 1 after {num_steps} steps; for more of them raise run.stop_at_accuracy\n"
     assert train(config, ranks=1) == (0, told) and len(metrics(run)) == num_steps

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import mmap
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,8 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0911, PLR091
             raise ZeroDivisionError("on purpose")
         case "hangs":
             await asyncio.sleep(1000)
+        case "naps":
+            time.sleep(float(option))
         case "holds":
             time.sleep(1000)
         case "swallows":
@@ -145,6 +152,77 @@ async def programs(task: Task, model: Any) -> float:
     path.with_suffix(".new").rename(path)
     await asyncio.sleep(600)
     return 1.0
+
+
+_held: list[mmap.mmap] = []
+
+
+def _most(size: int) -> Iterator[mmap.mmap]:
+    """Address space in parts of so many bytes, until there is no more."""
+    with contextlib.suppress(OSError):
+        while True:
+            yield mmap.mmap(-1, size)
+
+
+def deed(kind: str) -> str:
+    """A plain tool, in a thread: it ends the process that it is in, as the kind says, while others are under way."""
+    time.sleep(0.05)
+    match kind:
+        case "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "leaves":
+            os._exit(3)
+        case "crashes":
+            ctypes.string_at(0)
+        case "takes all":  # of 4 GiB
+            _held.extend(_most(2**28))
+            time.sleep(1)
+            _held.clear()
+        case "wants too much":
+            return str(len(bytearray(8 << 30)))
+        case "wants some":
+            time.sleep(0.3)
+            mmap.mmap(-1, 2**29).close()
+        case "holds the lock":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+    return "=7"
+
+
+async def with_a_tool(task: Task, model: Any) -> Result:
+    """Three turns; the tool is called by what the prompt says between the second and the third."""
+    kind, ids = task.prompt.partition(":")[0], list(task.prompt_ids)
+    for turn in range(3):
+        ids += (await model.complete(ids)).token_ids
+        ids += model.encode(await model.call(deed, kind) if turn == 1 else "=5")
+    return Result(1.0, {"length": len(ids)})
+
+
+_crowd = {"size": 0}
+
+
+async def crowd(task: Task, model: Any) -> float:
+    """More than three at a time end their process, whoever comes last."""
+    _crowd["size"] += 1
+    if _crowd["size"] > 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    await model.complete(task.prompt_ids)
+    _crowd["size"] -= 1
+    return 1.0
+
+
+class WithADeed:
+    """An environment whose second step is the deed that the prompt says."""
+
+    def __init__(self, task: Task) -> None:
+        self.kind, self.place = task.prompt.partition(":")[0], 0
+
+    def reset(self) -> str:
+        return "="
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.place += 1
+        return deed(self.kind if self.place == 2 else "good"), 0.5, self.place == 3, False, {}
 
 
 class Guess:

@@ -9,7 +9,7 @@ from megasync.episodes.chat import Model
 from megasync.episodes.segments import Recorder, Turn
 from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.tokens import Tokens
-from tests.support.chat_families import FAMILIES
+from tests.support.chat_families import FAMILIES, Family
 
 FAMILY = FAMILIES["qwen3"]
 
@@ -17,8 +17,8 @@ FAMILY = FAMILIES["qwen3"]
 class Lines:
     """A sampler that says the given lines one after the other, the stop token last; an empty line waits for ever."""
 
-    def __init__(self, *lines: str) -> None:
-        self.tokens = Tokens(FAMILY.tokenizer(), FAMILY.stop_token_ids())
+    def __init__(self, *lines: str, family: Family = FAMILY) -> None:
+        self.tokens, self.stops = Tokens(family.tokenizer(), family.stop_token_ids()), family.stop_token_ids()[:1]
         self.lines = list(lines)
         self.prompts: list[list[int]] = []
         self.options: list[tuple[int | None, tuple[str, ...]]] = []
@@ -33,7 +33,7 @@ class Lines:
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-        ids = [*self.tokens.encode(line), *FAMILY.stop_token_ids()]
+        ids = [*self.tokens.encode(line), *self.stops]
         cut = ids[:max_new_tokens]
         return Turn(cut, [-1] * len(cut), [3] * len(cut), "length" if len(cut) < len(ids) else "stop")
 

@@ -20,7 +20,7 @@ from megasync.bench.common.one_replica import ReplicaProgram
 from megasync.bench.common.program import Measured
 from megasync.bench.config import BenchRoot
 from megasync.bench.generation.requests import build_requests
-from megasync.data.prompts import load_data
+from megasync.data.load import load_data
 from megasync.run.replica_start import replica_config
 
 

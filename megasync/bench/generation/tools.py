@@ -24,6 +24,7 @@ class Timed:
     def __init__(self, renderer: Renderer) -> None:
         self.tokens, self.seconds = renderer.tokens, 0.0
         self.prompt, self.read = self._timed(renderer.prompt), self._timed(renderer.read)
+        self.begin, self.with_arguments = renderer.begin, renderer.with_arguments
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:

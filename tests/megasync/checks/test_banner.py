@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from engine.resume import model_of
 from megasync.checks.banner import banner
@@ -31,6 +31,17 @@ def told(path: Path, *overrides: str, num_ranks: int = 2) -> dict[str, str]:
     config = load_config(path, overrides)
     text = banner(config, num_ranks, check_config(config, num_ranks))
     return dict(re.findall(r"^  ([\w ]+): +(.*)$", text, flags=re.MULTILINE))
+
+
+def write_factors(folder: Path, model: str | Path, *, rank: int, linears: tuple[str, ...]) -> None:
+    """The factors of a PEFT adapter, all zeros, of these linears in every layer."""
+    factors = {}
+    for name, weight in load_file(Path(model) / "model.safetensors").items():
+        if name.removesuffix(".weight").rpartition(".")[2] in linears:
+            linear = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{linear}.lora_A.weight"] = np.zeros((rank, weight.shape[1]), np.float32)
+            factors[f"{linear}.lora_B.weight"] = np.zeros((weight.shape[0], rank), np.float32)
+    save_file(factors, folder / "adapter_model.safetensors")
 
 
 def write_checkpoint(run: Path, step: int, model: dict[str, Any], **more: object) -> Path:
@@ -100,7 +111,7 @@ def test_adapters_go_on_with_their_own_base_alone(runnable: Path) -> None:
     adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["o_proj"]}
     path, keys = checkpoint / "adapter" / "adapter_config.json", ["engine.lora.rank=4", "engine.lora.targets=[linear_proj]"]
     write(path, json.dumps(adapter | {"base_model_name_or_path": config.model.path}))
-    save_file({}, path.with_name("adapter_model.safetensors"))
+    write_factors(path.parent, config.model.path, rank=4, linears=("o_proj",))
     check_config(config, 2)
     write(path, json.dumps(adapter | {"base_model_name_or_path": "models/other"}))
     assert "the adapter was trained on another base model, models/other" in cannot_run(runnable, *keys)
@@ -178,8 +189,7 @@ def test_an_adapter_of_another_scale_is_refused_before_the_start(runnable: Path,
     config = load_config(runnable, own)
     adapter = write_checkpoint(config.run.folder, 3, model_of(config.model.dtype, config.engine.lora)) / "adapter"
     write(adapter / "adapter_config.json", json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6}))
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    save_file({name: np.zeros((4, 128), np.float32)}, adapter / "adapter_model.safetensors")
+    write_factors(adapter, config.model.path, rank=4, linears=("q_proj", "k_proj", "v_proj"))
     check_config(config, 2)
     message = cannot_run(runnable, *own, other)
     assert f"the one in {adapter} was trained with 1.5; write engine.lora.alpha=" in message

@@ -235,7 +235,7 @@ def test_what_could_not_work_is_refused(runnable: Path, overrides: list[str], wo
     [
         (["algorithm.name=sft", "rollout.group_size=4", "sync.verify=none"], "rollout.group_size, sync.verify: supervised steps"),
         (["algorithm.name=sft", "rollout.temperature=0.5"], "rollout.temperature: supervised steps have"),
-        (["algorithm.clip_low=0.1", "algorithm.ratio_level=sequence"], "ratio_level: with algorithm.num_minibatches = 1 every"),
+        (["algorithm.clip_low=0.1", "algorithm.ratio_level=sequence"], "ratio_level: with one optimizer step a batch every"),
         (["rollout.evaluate_every_steps=3"], "rollout.evaluate_every_steps: data.eval is empty"),
         (["rollout.on_update=continue", "rollout.cache_on_update=recompute"], "on_update, rollout.cache_on_update: rollout"),
         (["checkpoint.keep=2"], "checkpoint.keep: checkpoint.every_steps = 0 writes no checkpoint"),
@@ -275,8 +275,18 @@ def test_run_folder_that_cannot_be_written(runnable: Path) -> None:
         assert f"{link} is a link to /nowhere/disk, which is not there" in cannot_run(runnable, *given.split())
     for name in ("''", "..", "a/b"):
         assert "run.name = " in cannot_run(runnable, f"run.name={name}")
+    for name in ("n" * 260, "n" * 250, "é" * 130):  # a folder of the second could be made, and none beside it
+        assert "the name of one folder is expected, of up to 241 bytes" in cannot_run(runnable, f"run.name={name}")
+    check_config(load_config(runnable, ["run.name=" + "n" * 241]), 2, makes_folder=True)
     for key, text in (("run.name", "a\\0b"), ("run.name", "a\\nb"), ("run.dir", "/tmp/a\\0b")):
         assert "run.dir, run.name = " in cannot_run(runnable, f'{key}="{text}"')
+
+
+@pytest.mark.parametrize("key", ["run.dir", "model.path", "data.train", "data.eval", "engine.lora.adapter_path"])
+@pytest.mark.parametrize("path", ["n" * 256 + "/x.jsonl", "é" * 128, "/tmp" + "/d" * 2000])
+def test_a_path_that_no_file_has_is_refused_by_its_key(runnable: Path, key: str, path: str) -> None:
+    message = refused(runnable, f"{key}={path}")
+    assert message.startswith(f"{key} = ") and "no file has so long a name" in message and "255 bytes" in message
 
 
 def test_check_command(runnable: Path) -> None:

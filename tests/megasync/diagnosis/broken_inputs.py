@@ -39,7 +39,7 @@ def model_with_a_shard_cut_off(folder: Path) -> list[Finding]:
     return inputs.check_model(str(folder / "model"))
 
 
-@case("error", "1 tensors are not where the index says: model.embed_tokens.weight", "download all of them again")
+@case("error", "model.embed_tokens.weight, which is in no file", "take weights and index of one download")
 def model_of_two_downloads(folder: Path) -> list[Finding]:
     model = broken.sharded(folder / "model")
     (model / "model-1.safetensors").write_bytes((model / "model-0.safetensors").read_bytes())

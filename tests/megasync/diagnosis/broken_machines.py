@@ -85,12 +85,12 @@ def another_torch(_: Path) -> list[Finding]:
     return packages.check_packages(PINS, {**PINS, "torch": "2.12.0"}, "cpu")
 
 
-@case("error", "not installed: torch", "megasync[cpu]")
+@case("error", "not installed: torch", "pip install '.[cpu]' --constraint locks/cpu.txt")
 def missing_package_without_a_lock(_: Path) -> list[Finding]:
     return packages.check_requirements(REQUIRES, {"numpy": "2.3.0"}, "cpu")
 
 
-@case("warning", "torch 2.12.0 (", "megasync[cpu]")
+@case("warning", "torch 2.12.0 (", "pip install '.[cpu]' --constraint locks/cpu.txt")
 def another_torch_without_a_lock(_: Path) -> list[Finding]:
     return packages.check_requirements(REQUIRES, {"numpy": "2.3.0", "torch": "2.12.0"}, "cpu")
 

@@ -150,6 +150,31 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     assert "leave no GPU for the trainer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "options", "lengths"), [
+    ("sft", [], (6, [3, 3, 4, 5])),
+    ("sft", ["--mean-response-tokens", "20"], (6, [])),
+    ("sft", ["--mean-prompt-tokens", "50"], (50, [3, 3, 4, 5])),
+    ("grpo", [], (6, [])),
+    ("sft", ["data.train=/nowhere.jsonl"], (128, [])),
+])  # fmt: skip
+def test_lengths_are_those_of_the_data(
+    name: str, options: list[str], lengths: tuple[int, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of tokens that are characters, and the end behind each answer."""
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    pairs = ("12+30=", "42"), ("90-79=", "11"), ("99+30=", "129"), ("99+99=", "0198")
+    lines = "".join(json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in pairs)
+    (tmp_path / "train.jsonl").write_text(lines)
+    values = {"run": {"dir": str(tmp_path)}, "model": {"path": str(model), "dtype": "float32"}, "algorithm": {"name": name}}
+    values |= {"data": {"train": str(tmp_path / "train.jsonl"), "batch_size": 4}, "rollout": {"max_new_tokens": 64}}
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    where = ["--gpu", "h100", "--gpus", "2", "--json", str(tmp_path / "plan.json")]
+    assert command.main([str(tmp_path / "config.yaml"), *where, *options]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert (found["prompt_tokens"], found["response_lengths"]) == lengths
+    assert capsys.readouterr().out.startswith(f"mean lengths: {lengths[0]} tokens of a prompt, ")
+
+
 @pytest.mark.parametrize(("path", "told"), [("/nowhere/model", "there is no such folder"), ('""', "model.path is not set")])
 def test_a_missing_model_is_named(path: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

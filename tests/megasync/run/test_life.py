@@ -154,6 +154,8 @@ def test_the_last_words_are_the_error_the_checkpoint_and_the_command(tmp_path: P
     cause, report, newest, command = done.stderr.splitlines()[-4:]
     assert cause.startswith("rank 0 failed: NonFiniteError: ") and "is not finite" in cause
     assert report == f"report: {tmp_path}/runs/run/report.html"
+    told = [line for line in done.stderr.splitlines() if line.startswith("newest checkpoint")]
+    assert told == [newest, newest], "rank 0 and the launcher say the same"
     assert newest.startswith(f"newest checkpoint: {tmp_path}/runs/run/checkpoints/step_0000000")
     assert command == f"go on from it: {TORCHRUN[0]} {config} {' '.join(overrides)} --nproc 1 checkpoint.resume=auto"
     assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr

@@ -46,19 +46,21 @@ def test_the_trainers_state_counts(tmp_path: Path) -> None:
 
 
 class StartingActors(ReplicaActors):
-    """The first start fails with `error`; notes each."""
+    """The first start fails with `error`; notes those after it."""
 
     def __init__(self, config: ReplicaConfig, error: str) -> None:
         super().__init__(config, 1)
         self.error, self.again = error, list[int]()
 
-    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> dict[int, ReplicaActor]:
-        raise RuntimeError(self.error)
-
-    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
+    def _begin_launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
         assert serves_folder
         self.again += replicas
         return {replica: ReplicaActor(None) for replica in replicas}
+
+    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> dict[int, ReplicaActor]:
+        if not self.again:
+            raise RuntimeError(self.error)
+        return actors
 
 
 def test_a_start_for_which_the_memory_was_not_enough_is_made_again_once_it_is_free() -> None:
