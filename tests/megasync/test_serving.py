@@ -209,7 +209,7 @@ def test_what_is_wrong_with_the_file_is_told_by_what_mends_it(
         assert stop.value.code == 2
         return capsys.readouterr().err
 
-    assert "remedy: write --split=a" in said()
+    assert "remedy: write --split=NAME" in said()
     keys = ["--split", "a", "data.prompt_key=problem"]
     assert "write data.prompt_key=" in said(*keys[:2]) and "write data.answer_key=" in said(*keys)
     assert evaluate.main([str(run), "--data", str(tmp_path / "more"), *keys, "data.answer_key=solution"], serve=no_gpu) == 1
