@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Checks that pip finds every line of a lock for its Python on x86-64 Linux. Reads metadata; installs nothing; takes minutes.
+# Checks that pip finds every package of a lock for its Python on x86-64 Linux. Reads metadata; installs nothing; takes minutes.
 #
 #   ./launch/check_locks.sh                      # locks/cpu.txt and smollm2.txt for Python 3.11, locks/gpu.txt for 3.12
 #   ./launch/check_locks.sh locks/cpu.txt 3.13   # one lock, for one Python
 #
-# Exit code 0: all are there; 1: the missing ones are named. MEGASYNC_PYTHON: a Python whose pip asks (default: python3).
+# Exit code 0: all found; 1: prints the missing ones. MEGASYNC_PYTHON: the Python whose pip is used (default: python3).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${MEGASYNC_PYTHON:-python3}
@@ -22,7 +22,7 @@ check() { # LOCK VERSION
   local options missing=() line
   mapfile -t options < <(for_python "$2")
   cp "$1" "$work/left.txt"
-  # pip names the first line that it does not find and stops there: that one is taken out, and pip is asked again
+  # pip stops at the first line that it does not find: remove that line and try again
   until "$python" -m pip install --dry-run --quiet --no-deps --ignore-installed --no-input --target "$work/target" \
     "${options[@]}" --requirement "$work/left.txt" 2>"$work/said.txt"; do
     line=$(sed -n 's/^ERROR: No matching distribution found for //p' "$work/said.txt" | head -n 1)

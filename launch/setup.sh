@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv from the lock of this machine's lane, and sets the environment that every launcher shares.
+# Creates .venv from the lock of this machine's lane, and sets the environment variables of all launchers.
 #
-# The lane is gpu (locks/gpu.txt, Python 3.12) where the machine has an NVIDIA GPU, else cpu (locks/cpu.txt, the first of Python
-# 3.11, 3.12 and 3.13 for which pip finds torch's CPU build); MEGASYNC_LANE=cpu|gpu decides otherwise. With MEGASYNC_PYTHON, a
+# The lane is gpu (locks/gpu.txt, Python 3.12) if the machine has an NVIDIA GPU, else cpu (locks/cpu.txt, the first of Python 3.11,
+# 3.12 and 3.13 for which pip finds torch's CPU build); MEGASYNC_LANE=cpu|gpu overrides the choice. If MEGASYNC_PYTHON is set to a
 # Python that has the packages, nothing is installed.
-# Done again it is quick: a stamp in .venv holds the hash of what was installed, and is written only at the very end.
+# A second run is fast: a stamp in .venv, written at the very end, holds the hash of the installed lock.
 #
 #   ./launch/setup.sh               # only sets up
-#   source launch/setup.sh          # what the other launchers do: sets up, then $PYTHON and the variables are there
+#   source launch/setup.sh          # as the other launchers do: sets up, and defines $PYTHON and the variables
 
 MEGASYNC_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -24,14 +24,14 @@ choose_lane() {
     gpu) PYTHON_VERSIONS=(3.12) ;;
     *)
       say "MEGASYNC_LANE = '$LANE': no such lane. Choices: cpu, gpu."
-      say "Remedy: write MEGASYNC_LANE=cpu or MEGASYNC_LANE=gpu, or leave it out: then a machine with a GPU gets gpu, others cpu."
+      say "Remedy: write MEGASYNC_LANE=cpu or MEGASYNC_LANE=gpu, or unset it: gpu on machines with a GPU, else cpu."
       return 2 ;;
   esac
   LOCK=$MEGASYNC_ROOT/locks/$LANE.txt
 }
 
-# Sets MEGASYNC_VENV. Ray and torch's compiler pass paths through a shell unquoted: where the clone's path has a space,
-# the environment inside of it is used by way of a link whose path has none.
+# Sets MEGASYNC_VENV. Ray and torch's compiler pass paths through a shell without quotes: if the clone's path has a space, the
+# environment is used through a symbolic link without one.
 name_venv() {
   local link
   MEGASYNC_VENV=$MEGASYNC_ROOT/.venv
@@ -44,11 +44,11 @@ name_venv() {
   mkdir -p "${link%/*}" && ln -sfn "$MEGASYNC_ROOT" "$link" && MEGASYNC_VENV=$link/.venv
 }
 
-is_python() { # VERSION COMMAND: whether it really starts (a version manager's stand-in may not)
+is_python() { # VERSION COMMAND: whether the command starts a Python of this version (a version manager's shim may fail)
   [ "$("$2" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$1" ]
 }
 
-find_python() { # VERSION: prints the first that starts
+find_python() { # VERSION: prints the path of the first Python of this version that starts
   local candidate
   for candidate in "python$1" "/usr/bin/python$1" "/usr/local/bin/python$1" python3 python; do
     if is_python "$1" "$candidate"; then
@@ -66,11 +66,11 @@ wanted_stamp() {
 
 is_current() { [ "$(cat "$MEGASYNC_VENV/.setup-done" 2>/dev/null)" = "$(wanted_stamp)" ]; }
 
-# Twice quiet: of all that pip says only errors matter here.
+# Quiet twice: only errors are shown.
 pip_install() { "${pip[@]}" install --quiet --quiet --no-deps --no-input "$@"; }
 
-# pip takes a half-written package for an installed one; and what another lane, Python or folder left is of no use.
-must_start_anew() { # VERSION
+# Whether .venv must be created again: it is incomplete, or was made for another lane, Python or folder.
+needs_new_venv() { # VERSION
   local stamp=$MEGASYNC_VENV/.setup-done
   [ -e "$MEGASYNC_VENV/.setup-under-way" ] || ! is_python "$1" "$MEGASYNC_VENV/bin/python" ||
     { [ -e "$stamp" ] && [ "$(cut -d' ' -f2- "$stamp")" != "$LANE $MEGASYNC_VENV" ]; }
@@ -79,7 +79,7 @@ must_start_anew() { # VERSION
 # Sets `pip`, the command that installs into the environment.
 make_venv() { # VERSION PYTHON
   local python=$2 flags=()
-  if must_start_anew "$1"; then flags+=(--clear); fi
+  if needs_new_venv "$1"; then flags+=(--clear); fi
   if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "${flags[@]}" "$MEGASYNC_VENV" || return 1
     pip=("$MEGASYNC_VENV/bin/python" -m pip)
@@ -91,7 +91,7 @@ make_venv() { # VERSION PYTHON
 
 finds_torch() { pip_install --dry-run --ignore-installed --only-binary=:all: "$(grep '^torch==' "$LOCK")" 2>/dev/null; }
 
-# Makes the environment with the first Python that is there and has a torch of this lane.
+# Creates the environment with the first Python that exists and has a torch build of this lane.
 choose_python() {
   local version python seen=()
   for version in "${PYTHON_VERSIONS[@]}"; do
@@ -110,8 +110,8 @@ choose_python() {
     return 1
   fi
   say "lane $LANE: pip finds no $(grep '^torch==' "$LOCK") for Python ${seen[*]}."
-  say "Remedy: see that this machine reaches a package index (pip config list); name one, or a folder, that holds it in"
-  say "PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or install one of Python ${PYTHON_VERSIONS[*]} for which there is one."
+  say "Remedy: check that this machine reaches a package index (pip config list); name an index or folder with it in"
+  say "PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, or install one of Python ${PYTHON_VERSIONS[*]} with a build of it."
   return 1
 }
 
@@ -120,7 +120,7 @@ check_torch() {
   [ "$LANE" = cpu ] || check+="; assert torch.cuda.is_available(), 'it sees no GPU'"
   message=$("$MEGASYNC_VENV/bin/python" -c "$check" 2>&1) && return 0
   say "the torch that pip has installed does not work here: $(tail -n 1 <<<"$message")"
-  [ "$LANE" = cpu ] || say "Remedy: see that 'nvidia-smi' works and its driver is fit for CUDA 13, or take MEGASYNC_LANE=cpu."
+  [ "$LANE" = cpu ] || say "Remedy: check that 'nvidia-smi' works and the driver supports CUDA 13, or write MEGASYNC_LANE=cpu."
   return 1
 }
 
@@ -151,13 +151,13 @@ set_up() {
   is_current && return 0
   (
     if command -v flock >/dev/null; then
-      flock --nonblock 9 || { say "another set-up is under way, waiting for it"; flock 9; }
+      flock --nonblock 9 || { say "waiting for another set-up to finish"; flock 9; }
     fi
     is_current || install
   ) 9<"$MEGASYNC_ROOT/launch/setup.sh"
 }
 
-# vLLM finds its plug-in by the metadata of an installed package; a Python of the user's is left as it is.
+# vLLM finds its plug-in by the metadata of an installed package; with MEGASYNC_PYTHON nothing is installed.
 write_metadata() {
   [ "$MEGASYNC_ROOT/megasync.egg-info/entry_points.txt" -nt "$MEGASYNC_ROOT/setup.py" ] ||
     (cd "$MEGASYNC_ROOT" && "$PYTHON" setup.py --quiet egg_info) || say "could not write megasync.egg-info: vLLM will miss its plug-in"
@@ -169,14 +169,14 @@ export_environment() {
   export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
   export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
   export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
-  # Every rank would say at its start that TransformerEngine and apex are absent, and that torch renamed a collective.
+  # Silences warnings of every rank: TransformerEngine and apex are absent, and torch renamed a collective.
   local quiet="ignore:Transformer Engine and Apex are not installed:UserWarning"
   export PYTHONWARNINGS=${PYTHONWARNINGS:-$quiet,ignore::FutureWarning:torch.distributed.c10d_logger}
   if [ "$LANE" = cpu ]; then
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}               # GiB
     export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1}                     # compiling takes a C++ compiler, and time
     export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}    # trainer ranks share the cores
-    export CUDA_VISIBLE_DEVICES=                                             # a GPU is not used where this lane was asked for
+    export CUDA_VISIBLE_DEVICES=                                             # this lane uses no GPU
   fi
 }
 

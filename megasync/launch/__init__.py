@@ -1,18 +1,25 @@
-"""What the launching verbs (submit, quickstart) share.
+"""Starting a run: on this machine, on several nodes, or as a job of a Ray cluster. The commands are train, nodes and submit.
 
-driver.py       runs within a Ray job: one actor a trainer rank
+torchrun.py     torchrun for the ranks of this machine
+node.py         one node's part in a run on several
+node_ray.py     its part of the run's Ray
+elastic.py      torch's elastic rendezvous for them
+head_store.py   the store at the head node, and how it is found
+members.py      which nodes are here, in which order: pure
+preflight.py    what is compared between nodes before the start
+probe.py        the program that measures the network between them
+ray_cluster.py  Rays that live as long as a run
+driver.py       the program of a Ray job: one actor a trainer rank
+job_server.py   a job of Ray's job server: submitted, followed, stopped
 cluster_room.py whether a run fits into a cluster's nodes
+included.py     the user's packages and modules that travel with a job
 render.py       job files for Slurm and KubeRay
 launcher.py     whether a launcher has started this process as a rank
-torchrun.py     torchrun for the ranks of this node
-included.py     packages and modules of the user's that travel with a job
-job_server.py   a job of Ray's job server: submitted, followed, stopped
-last_words.py   what a run that failed says last
-ray_cluster.py  a Ray of a run's own
-ray_agent.py    stands for the agent of its dashboard
-stop_request.py which `stop` in a run's folder is asked of this run
+stop_request.py which `stop` in a run's folder is a request to this run
+exit_summary.py the last lines of a launcher whose run did not finish
 scope.py        a run's processes, temporary files and sockets, and their end
 processes.py    processes that end with the one that started them
+machine.py      packages, memory, shared memory and disk of this machine
 devices.py      which GPUs trainer ranks and replicas get
-num_ranks.py    how many trainer ranks a run gets when nobody says
+num_ranks.py    how many trainer ranks a run gets by default
 """

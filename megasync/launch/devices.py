@@ -1,6 +1,6 @@
 """Which of a machine's GPUs the trainer ranks, the vLLM replicas and a Ray of our own get. No torch in here.
 
-GPUs are named as in CUDA_VISIBLE_DEVICES. Trainer rank i of a machine has the i-th of those that its ranks see. Leaves out
+GPUs are named as in CUDA_VISIBLE_DEVICES. Trainer rank i of a machine has the i-th GPU that its ranks see. Leaves out
 who uses shared GPUs when (placement.py).
 """
 

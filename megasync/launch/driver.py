@@ -89,7 +89,7 @@ def start_ranks(num_ranks: int, gpus_per_rank: int, trainer_nodes: int = 0) -> t
         remove_placement_group(group)
         raise RuntimeError(
             f"the cluster has no room for {num_ranks} trainer ranks of {bundle}; it has {ray.cluster_resources()}, "
-            f"of which {ray.available_resources()} are free. Start fewer ranks (--num-ranks) or add nodes."
+            f"with {ray.available_resources()} free. Start fewer ranks (--num-ranks) or add nodes."
         )
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if not gpus_per_rank:
@@ -107,7 +107,7 @@ def start_ranks(num_ranks: int, gpus_per_rank: int, trainer_nodes: int = 0) -> t
 
 
 def in_order_of_nodes(places: Sequence[Place], ranks: Sequence[Any]) -> tuple[list[Place], list[Any]]:
-    """Those of one node side by side, as under torchrun; Ray may place bundles in turns."""
+    """The ranks of one node in sequence, as under torchrun; Ray may place bundles in turns."""
     nodes = list(dict.fromkeys(place.node for place in places))
     order = sorted(range(len(places)), key=lambda rank: (nodes.index(places[rank].node), rank))
     return [places[rank] for rank in order], [ranks[rank] for rank in order]
@@ -116,7 +116,7 @@ def in_order_of_nodes(places: Sequence[Place], ranks: Sequence[Any]) -> tuple[li
 def rank_environments(places: Sequence[Place], address: str, port: int, num_hosts: int = 1) -> list[dict[str, str]]:
     """What torchrun would set for each rank, from where the ranks were placed and where the first one has its store.
 
-    `num_hosts`: nodes of the cluster, on any of which replicas may be.
+    `num_hosts`: nodes of the cluster, each of which may have replicas.
 
     As under torchrun all ranks of a node see each other's GPUs, and the local rank says which of them is the rank's own.
     """
@@ -196,9 +196,9 @@ def report_failure(first: Any, pending: list[Any], running: dict[Any, int]) -> i
 
 
 def drive(
-    num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int, trainer_nodes: int, told: Mapping[str, str]
+    num_ranks: int, program: str, arguments: Sequence[str], gpus_per_rank: int, trainer_nodes: int, variables: Mapping[str, str]
 ) -> int:
-    """Run the program on all ranks, with `told` in their environment; the exit code is the run's."""
+    """Run the program on all ranks, with `variables` in their environment; the exit code is the run's."""
     group, ranks = start_ranks(num_ranks, gpus_per_rank, trainer_nodes)
     try:
         places = [Place(*place) for place in answers_at_start([rank.place.remote() for rank in ranks])]
@@ -207,7 +207,7 @@ def drive(
         ((address, port),) = answers_at_start([ranks[0].open_store.remote()])
         environments = rank_environments(places, address, port, num_hosts)
         running = {
-            rank.run.remote(program, list(arguments), {**environment, **told}): index
+            rank.run.remote(program, list(arguments), {**environment, **variables}): index
             for index, (rank, environment) in enumerate(zip(ranks, environments, strict=True))
         }
         return wait_for_ranks(running)
@@ -256,8 +256,8 @@ def main(argv: Sequence[str]) -> int:
         if problem := placement_problem(nodes, demand):
             print(problem, file=sys.stderr)
             return REFUSED
-        told = launched(folder) if folder is not None else {}
-        code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes, told)
+        variables = launched(folder) if folder is not None else {}
+        code = drive(options.num_ranks, options.program, options.arguments, gpus_per_rank, options.trainer_nodes, variables)
         return STOPPED if code == 0 and folder is not None and is_asked_to_stop(folder) else code
     except (RuntimeError, RayError) as error:
         print(error, file=sys.stderr)

@@ -16,7 +16,7 @@ from megasync.config.own_packages import PACKAGES, rename
 
 
 def included_modules(included: Sequence[Path]) -> list[Path]:
-    """Packages and modules: those that are named, and those in a folder that is neither.
+    """Packages and modules: the named ones, and the contents of a folder that is neither.
 
     Raises:
         ConfigError: a path is none of these.

@@ -1,6 +1,6 @@
 """A job of Ray's job server: submitted once, followed, asked for its exit code, stopped; patient with connections that break.
 
-Leaves out what the job is and what people are told (submit.py).
+Leaves out the job and the messages for users (submit.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
 def submit(address: str, job_arguments: dict[str, Any]) -> tuple[Any, str]:
     """A client of the job server, and the id of the job that it has now.
 
-    Interrupted, it leaves no job there, also where the server has one that it has not told of.
+    Interrupted, it leaves no job there, also where the server has accepted one and its answer was lost.
     """
     from ray.job_submission import JobSubmissionClient
 
@@ -100,7 +100,7 @@ async def follow(client: Any, job_id: str) -> None:
             async for lines in client.tail_job_logs(job_id):
                 print(lines, end="", flush=True)
         except (RuntimeError, OSError) as error:
-            print(f"the log stream broke off ({error}); the job goes on", file=sys.stderr)
+            print(f"the log stream broke off ({error}); the job continues", file=sys.stderr)
         await asyncio.sleep(0.2)
 
 

@@ -64,7 +64,7 @@ def int_of(environment: Mapping[str, str], name: str) -> int:
 
 
 def forget(environment: MutableMapping[str, str]) -> str:
-    """Take the variables out, so that no child takes itself for a rank; those that named one, for a note."""
+    """Remove the variables, so that no child takes itself for a rank. Returns the ones that named a rank, for a note."""
     there = [name for name in environment if name in OF_RANKS or name.startswith(OF_TORCHRUN)]
     found = {name: environment.pop(name) for name in there}
     return ", ".join(f"{name}={value}" for name, value in found.items() if name in ("RANK", "WORLD_SIZE"))

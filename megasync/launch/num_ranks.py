@@ -23,8 +23,15 @@ def num_replica_gpus(config: Config) -> int:
     return config.rollout.replicas * config.rollout.tensor_parallel
 
 
+def replica_gpus_of_node(config: Config, num_nodes: int) -> int:
+    """The largest share of these that one of `num_nodes` nodes has."""
+    if not num_replica_gpus(config):
+        return 0
+    return -(-config.rollout.replicas // num_nodes) * config.rollout.tensor_parallel
+
+
 def default_num_ranks(config: Config, gpus: int) -> int:
-    """2 ranks without GPUs, else all of `gpus` but those that the replicas have for themselves.
+    """2 ranks without GPUs, else all of `gpus` but the replicas' own.
 
     Raises:
         ConfigError: the replicas leave no GPU for the trainer.

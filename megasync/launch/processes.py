@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED, TERMINATED = 130, 143  # the exit codes of shells for Ctrl-C and SIGTERM
 UNREAD = 141  # that for SIGPIPE
-STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command goes on, with checkpoint.resume=auto
+STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command resumes, with checkpoint.resume=auto
 REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
 PIDFD_REMEDY = "take Linux 5.3 or later, and a Python that was built on it, such as a distribution's own or uv's"
 ORPHAN_SECONDS = 15  # for a rank whose launcher is gone to take its replicas down
@@ -40,7 +40,7 @@ def adopt_orphans() -> None:
 
 
 def end_group(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask a process that leads a session of its own to end; after so many seconds all that are in it are killed."""
+    """Terminate a process that leads a session of its own, wait `seconds`, then kill the session."""
     process.terminate()
     try:
         process.wait(seconds)
@@ -121,7 +121,7 @@ def end_undisturbed() -> None:
 
 
 class _Output(io.FileIO):
-    """Goes nowhere once nobody reads it: a pipe's other end is closed, or the terminal is."""
+    """A stream that discards output once nobody reads it: a pipe's other end is closed, or the terminal is (EPIPE, EIO)."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -140,7 +140,7 @@ class _Output(io.FileIO):
 
 
 def go_on_unread() -> None:
-    """From now on this program goes on where nobody reads its output any more: `| head -1`, a `tee` that has ended, a terminal
+    """From now on this program continues where nobody reads its output any more: `| head -1`, a `tee` that has ended, a terminal
     that was closed under a run in the background.
     """
     open_output()

@@ -22,12 +22,12 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import CLONE, clone, shipped
 from megasync.launch.cluster_room import Demand, placement_problem
-from megasync.launch.num_ranks import num_replica_gpus
+from megasync.launch.num_ranks import num_replica_gpus, replica_gpus_of_node
 from megasync.launch.processes import REFUSED
 from megasync.launch.scope import LAST_PORT
 
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
-MOST_CHARACTERS = 47  # of a RayJob's name: KubeRay v1.4.2, ray-operator/controllers/ray/utils/constant.go:MaxRayJobNameLength
+MAX_CHARACTERS = 47  # of a RayJob's name: KubeRay v1.4.2, ray-operator/controllers/ray/utils/constant.go:MaxRayJobNameLength
 CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
 
 
@@ -88,13 +88,12 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
     """The file's text.
 
     Raises:
-        ConfigError: the run does not fit on so many nodes, or as a job that is queued again would not go on.
+        ConfigError: the run does not fit on so many nodes, or its job, queued again, would not resume.
     """
     message, choices = "checkpoint.resume = never: a job that is queued again would begin at step 1", "auto, newest_weights"
-    remedy = "write checkpoint.resume=auto, and run.name=NAME for a run that goes on from nothing"
+    remedy = "write checkpoint.resume=auto, and run.name=NAME for a run that begins at step 1"
     refuse_if(given.system == "slurm" and not config.checkpoint.resumes, message, choices=choices, remedy=remedy)
-    workers = num_replica_gpus(config)
-    share = -(-config.rollout.replicas // given.nodes) * config.rollout.tensor_parallel if workers else 0
+    workers, share = num_replica_gpus(config), replica_gpus_of_node(config, given.nodes)
     nproc = given.nproc or (given.gpus - share if given.gpus else 1)
     message = f"rollout.replicas = {config.rollout.replicas}: their share leaves no GPU of a node for the trainer"
     refuse_if(nproc < 1, message, GPUs=str(given.gpus), remedy="more --nodes or --gpus, or lower rollout.replicas")
@@ -132,12 +131,12 @@ def kubernetes_name(run_name: str) -> str:
 
     Two runs never have the same one, which `kubectl apply` would take for a change of the first.
     """
-    if len(run_name) <= MOST_CHARACTERS and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run_name):
+    if len(run_name) <= MAX_CHARACTERS and re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", run_name):
         return run_name
     digest = hashlib.sha256(run_name.encode()).hexdigest()[:8]
     words = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     words = words if words[:1].isalpha() else f"run-{words}"
-    return f"{words[: MOST_CHARACTERS - len(digest) - 1].strip('-')}-{digest}"
+    return f"{words[: MAX_CHARACTERS - len(digest) - 1].strip('-')}-{digest}"
 
 
 def of_slurm(given: argparse.Namespace) -> dict[str, object]:

@@ -71,7 +71,8 @@ def unreachable(address: str) -> str:
 def check_ray(config: Config) -> None:
     """ConfigError where nobody listens at the address of the config, or `auto` finds none: Ray itself would try for minutes."""
     address = config.rollout.ray_address
-    if config.algorithm.name != "grpo" or RAY_ADDRESS in os.environ or _is_within_ray():
+    is_within_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()  # this process is one of Ray's
+    if config.algorithm.name != "grpo" or RAY_ADDRESS in os.environ or is_within_ray:
         return
     files = hidden(Path.cwd()) if address != "local" else []  # its workers look into this folder first
     message = f"rollout.ray_address = {address}: the replicas would import {', '.join(files)} of this folder for packages of ours"
@@ -102,13 +103,8 @@ def is_of_run(raylet: str) -> bool:
     return OWN_RAY.search(raylet) is not None
 
 
-def _is_within_ray() -> bool:
-    """Whether this process is one of Ray's, which needs to look for none."""
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
-
-
 def is_one_machine(config: Config) -> bool:
-    """Whether all trainer ranks and replicas are on this machine, by what the launcher has told this rank."""
+    """Whether all trainer ranks and replicas are on this machine, by this rank's environment."""
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"  # torchrun's
     is_local = os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost", "::1")
     is_one_host = int(os.environ.get(HOSTS, "1")) == 1
@@ -116,7 +112,7 @@ def is_one_machine(config: Config) -> bool:
 
 
 def listen_on_loopback() -> None:
-    """Sockets of this process, and of those that it starts, listen on the loopback; what the user has set stays."""
+    """Sockets of this process and its children listen on the loopback; variables that the user has set stay."""
     for name, value in ON_LOOPBACK.items():
         os.environ.setdefault(name, value)
 
@@ -151,7 +147,7 @@ def run_scope() -> Iterator[None]:
 
 @contextmanager
 def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
-    """The segments in /dev/shm that descendants have mapped so far, and their ids: once one is killed they cannot be told."""
+    """The segments in /dev/shm that descendants have mapped so far, and their ids: a killed one cannot be asked."""
     segments: set[str] = set()
     family: set[int] = set()
     over = threading.Event()
@@ -177,7 +173,7 @@ def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
 
 
 def end_descendants(segments: set[str], family: set[int], spared: int) -> None:
-    """Wait until all descendants but `spared` have ended, kill those that do not, and remove what they and `family` had in
+    """Wait until all descendants but `spared` have ended, kill the others, and remove what they and `family` had in
     /dev/shm.
     """
     children = _children(spared)

@@ -37,7 +37,7 @@ def forget_former_stop(run_folder: Path, begin: float = math.inf) -> None:
     `begin`: seconds since the epoch; a `stop` that is newer stays, where the run was asked for before its launcher began.
 
     Raises:
-        ConfigError: a run is going on in the folder, of which the `stop` there may be asked.
+        ConfigError: a run is going on in the folder; the `stop` there may be a request to it.
     """
     if is_launched(run_folder):
         return

@@ -20,7 +20,7 @@ from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
 from megasync import train
-from megasync.episodes.task import Played
+from megasync.episodes.task import EpisodeResult
 from megasync.run import replica_start
 from tests.faults import orders
 from megasync.launch.processes import run_and_leave
@@ -92,12 +92,12 @@ class FaultyPool(ReplicaPool):
 class RecordedStream(RolloutStream):
     """Notes what is trained on, token by token."""
 
-    def restore(self, progress: Progress, step: int) -> None:
-        super().restore(progress, step)
+    async def restore(self, progress: Progress, step: int) -> None:
+        await super().restore(progress, step)
         orders.note(orders.TRAINED, begin=self.num_trained)
 
-    def take(self, step: int) -> list[Group] | None:
-        groups = super().take(step)
+    async def take(self, step: int) -> list[Group] | None:
+        groups = await super().take(step)
         for group in groups or ():
             done = [completion for completion in group.completions if completion is not None]
             samples = [sample for each in done for sample in _recorded(each)]
@@ -105,9 +105,9 @@ class RecordedStream(RolloutStream):
         return groups
 
 
-def _recorded(done: Completion | Played) -> list[dict[str, Any]]:
+def _recorded(done: Completion | EpisodeResult) -> list[dict[str, Any]]:
     """Of an episode each branch is a sample, with a prompt of its own and given tokens among those behind it."""
-    if not isinstance(done, Played):
+    if not isinstance(done, EpisodeResult):
         arrays = {"tokens": done.token_ids, "log_probs": done.log_probs, "versions": done.weight_versions}
         return [{name: array.tolist() for name, array in arrays.items()}]
     samples = []

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasync.assets import write_assets
+from megasync.tools.assets.command import write_assets
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config
 from megasync.config.files import CHECKPOINTS

@@ -22,6 +22,8 @@ from tests.faults.nodes import FIRST_STEP, KINDS, STALENESS, LostCase, LostRun, 
 from tests.runs.train_cases import write_config
 from tests.support.nodes import nodes, why_not
 
+pytestmark = pytest.mark.long
+
 NAMES = [name for name in os.environ.get("MEGASYNC_LOST_NODES", "").split(",") if name]
 CASES = lost_cases(num_points=2)
 CHOSEN = [case for case in CASES if any(name == "all" or name in case.name for name in NAMES)]

@@ -3,9 +3,8 @@
     ./launch/torchrun_nodes.sh CONFIG.yaml [key=value ...] --nodes N --head HOST[:PORT] [--node-rank R] [--nproc P]
 
 The head is the node with --node-rank 0, else the one that has the address of HOST. Exit codes: 0 done; 1 failed, or a node was
-missing; 2 config, command or a node is not fit, nothing was started; 75 the run was asked to stop, and goes on when it is started
-again.
-Leaves out what a node does then (part.py). No torch in here.
+missing; 2 config, command or a node was refused, nothing was started; 75 stopped as asked, the same command resumes. Leaves out
+the node's part in the run (launch/node.py). No torch in here.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import re
 from collections.abc import Sequence
 
 from engine.rules import ranks_problem
+from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
-from megasync.launch.num_ranks import num_replica_gpus
-from megasync.launch.processes import end_on_sigterm
+from megasync.launch.num_ranks import replica_gpus_of_node
+from megasync.launch.processes import end_on_sigterm, run_and_leave
 from megasync.launch.scope import LAST_PORT, run_scope
 from megasync.train import why_done
 
@@ -39,9 +39,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     help_ = "trainer ranks of this node, 0: it has replicas alone (default: 1, or its GPUs less its replicas')"
     parser.add_argument("--nproc", type=int, metavar="P", help=help_)
     parser.add_argument("--wait-seconds", type=float, default=600.0, metavar="S", help="for nodes to come (default: 600)")
-    help_ = "how often the run may go on after a node or a rank was lost, once the node or a spare is there (default: 0)"
+    help_ = "how often the ranks start again after a node or a rank was lost, once the node or a spare is there (default: 0)"
     parser.add_argument("--max-restarts", type=int, default=0, metavar="K", help=help_)
-    help_ = "with how few nodes it may go on then, where nobody has come within --wait-seconds (default: as many as before)"
+    help_ = "with how few nodes the run continues where nobody has come within --wait-seconds (default: as many as before)"
     parser.add_argument("--min-nodes", type=int, default=0, metavar="M", help=help_)
     given = parser.parse_intermixed_args(list(arguments))
     names = [name.strip() for name in given.nodes.split(",")]
@@ -69,8 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse(arguments)
     with main_errors():
         config = load_config(given.config, given.overrides)
-        has_said = given.nproc is not None
-        num_ranks = given.nproc if has_said else default_nproc(config, len(visible_devices()), given.num_nodes)
+        num_ranks = default_nproc(config, len(visible_devices()), given.num_nodes) if given.nproc is None else given.nproc
         check_nodes(config, given)
         check_min_nodes(config, given, num_ranks)
         why = why_done(config)
@@ -78,25 +77,24 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{config.run.folder}: {why}")
         return 0
     end_on_sigterm(and_on_sigint=True)
-    from megasync.nodes.part import take_part  # and torch, whose store it uses
+    from megasync.launch.node import take_part  # imports torch
 
     with run_scope():
-        return take_part(given, config, num_ranks)
+        return take_part(given, config, num_ranks, check_config)
 
 
 def default_nproc(config: Config, gpus: int, num_nodes: int) -> int:
-    """1 without GPUs, else those that this node's share of the replicas leaves."""
+    """1 without GPUs, else the GPUs that this node's share of the replicas leaves."""
     if gpus == 0:
         return 1
-    workers = num_replica_gpus(config)
-    share = -(-config.rollout.replicas // num_nodes) * config.rollout.tensor_parallel if workers else 0
+    share = replica_gpus_of_node(config, num_nodes)
     message = f"rollout.replicas = {config.rollout.replicas}: their share leaves no GPU of this node for the trainer"
     refuse_if(share >= gpus, message, GPUs=str(gpus), remedy="write --nproc P for ranks on this node, or lower rollout.replicas")
     return gpus - share
 
 
 def check_min_nodes(config: Config, given: argparse.Namespace, num_ranks: int) -> None:
-    """Whether a run of `num_ranks` on each node can go on with as few nodes."""
+    """Whether a run of `num_ranks` on each node can continue with as few nodes."""
     fewest = given.min_nodes
     message = f"--min-nodes {fewest}: "
     if not fewest:
@@ -104,7 +102,7 @@ def check_min_nodes(config: Config, given: argparse.Namespace, num_ranks: int) -
     remedy = f"write 1 to {given.num_nodes}"
     refuse_if(not 0 < fewest <= given.num_nodes, f"{message}there are {given.num_nodes} nodes (--nodes)", remedy=remedy)
     remedy = "write --max-restarts K, or leave --min-nodes out"
-    refuse_if(not given.max_restarts, f"{message}nothing goes on after a loss without --max-restarts", remedy=remedy)
+    refuse_if(not given.max_restarts, f"{message}no run continues after a loss without --max-restarts", remedy=remedy)
     if num_ranks and fewest < given.num_nodes and (found := ranks_problem(config.engine.parallel, fewest * num_ranks)):
         why = f"{message}data parallelism cannot shrink to {fewest} nodes of {num_ranks} ranks: {found.message}"
         raise ConfigError(why, remedy=f"write a --min-nodes whose ranks are a multiple of that, up to {given.num_nodes}")
@@ -119,7 +117,11 @@ def check_nodes(config: Config, given: argparse.Namespace) -> None:
     message = "sync.transport = shm: shared memory is one node's"
     remedy = "write sync.transport=auto, which is nccl on several nodes"
     refuse_if(several and has_rollouts and config.sync.transport == "shm", message, choices="auto, nccl, delta", remedy=remedy)
-    message = f"--max-restarts {given.max_restarts}: there is nothing that a restart could go on from"
+    message = f"--max-restarts {given.max_restarts}: there are no checkpoints for a restart"
     remedy = "write checkpoint.every_steps=NUMBER and checkpoint.resume=auto, or leave --max-restarts out"
     goes_on = keeps.every_steps > 0 and keeps.resumes
     refuse_if(given.max_restarts and not goes_on, message, remedy=remedy)
+
+
+if __name__ == "__main__":
+    run_and_leave(main)
