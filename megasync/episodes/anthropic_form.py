@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.episodes.asking import DRAWN, Asked, Fields, mapping, number, objects, only, texts
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import Message, MessageError, text_of
+from megasync.episodes.upstream_requests import DRAWN, Asked, Fields, mapping, number, objects, only, texts
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -42,7 +42,7 @@ class AnthropicForm:
         for message in objects(body, "messages"):
             for made in _messages(message):
                 if made["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
-                    messages[-1] = _joined(messages[-1], made)  # two in a row are one, as its documentation has it
+                    messages[-1] = _joined(messages[-1], made)  # Anthropic documents two in a row as one
                 else:
                     messages.append(made)
         tools, is_forced = _tools(body)
@@ -89,7 +89,7 @@ class AnthropicForm:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], bool]:
-    """Those that the policy may call, and whether the program wants it to call one."""
+    """The tools that the policy may call, and whether the program wants it to call one."""
     tools, choice = objects(body, "tools"), mapping(body, "tool_choice")
     if kinds := [tool["type"] for tool in tools if tool.get("type") not in (None, "custom")]:
         raise MessageError(f"tools: type = {kinds[0]!r:.100}: a server's own tool; give tools with an input_schema")
@@ -150,7 +150,7 @@ def _blocks(asked: Asked, reply: Reply) -> list[dict[str, Any]]:
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How a block begins, and its one delta."""
+    """The start of a block, and its only delta."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
     kind = block["type"]

@@ -1,7 +1,7 @@
-"""The model as an episode talks to it: messages or token ids in, what it sampled out; the tokens are kept inside.
+"""The model for an episode: messages or token ids in, sampled messages out; the tokens are kept inside.
 
-A message that the model gave is known again in the next call's history, whatever form a client has brought it into, and stands
-there for its own tokens. Leaves out HTTP (proxy.py) and where tokens come from (the sampler).
+A message of the model is recognised in the next call's history, whatever form a client has given it, and stands there for its own
+tokens. Leaves out HTTP (proxy.py) and where tokens come from (the sampler).
 
     model = Model(sampler, renderer, Recorder())
     reply = await model.chat([{"role": "user", "content": "6 * 7?"}], tools=[calculator])
@@ -31,8 +31,8 @@ from megasync.episodes.messages import (
 from megasync.episodes.parse import Parsed
 from megasync.episodes.record import Answers
 from megasync.episodes.replies import before_stop, behind, call_id, message_of, tokens_shown
+from megasync.episodes.sampled import Answer, Prompt
 from megasync.episodes.segments import Recorder, Sampler, Turn
-from megasync.episodes.template import Answer, Prompt
 from megasync.episodes.tokens import Tokens
 from megasync.episodes.tool_clock import call_tool
 
@@ -57,7 +57,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What was sampled for token ids."""
+    """The sampled answer to token ids."""
 
     token_ids: list[int]  # the stop token included
     text: str  # without it
@@ -66,7 +66,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    """A message with what an HTTP answer says of it."""
+    """A message with the counts of an HTTP answer."""
 
     message: Fields  # role, content, reasoning, tool_calls, invalid_tool_calls, finish_reason
     finish_reason: str  # stop | length | tool_calls
@@ -77,8 +77,8 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What a turn goes on from. `given`: tokens of the model's own turn behind the prompt, which it continues, and their text."""
+class _TurnInput:
+    """The input of a turn. `given`: tokens of the model's own turn behind the prompt, which it continues, and their text."""
 
     renderer: Renderer
     prompt: Prompt
@@ -93,7 +93,7 @@ class _Asked:
 
 
 class Model:
-    """Of one episode. Calls may run side by side; a cancelled one leaves no trace."""
+    """The model of one episode. Calls may run side by side; a cancelled one has no effect."""
 
     def __init__(self, sampler: Sampler, renderer: Renderer, recorder: Recorder) -> None:
         self.sampler, self.renderer, self.recorder = sampler, renderer, recorder
@@ -114,7 +114,7 @@ class Model:
         return Completion(token_ids, tokens.decode(tokens.without_stop(token_ids)), turn.finish_reason)
 
     async def call(self, tool: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What the tool gives, which is kept: an episode that goes on after a kill gets it again, and the tool is not called.
+        """The tool's answer, which is recorded: an episode that resumes after a kill gets it again, and the tool is not called.
 
         A plain function runs in a thread. Arguments and answer are such as JSON has; else it is called again. An error of the
         tool is raised, and not kept.
@@ -163,7 +163,7 @@ class Model:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Reply:
         """`chat` with the counts of tokens. `keeps_stop`: whether the message has the text of `stop` that ended it."""
-        asked = self._asked(messages, tools, continue_final_message, chat_template_kwargs)
+        asked = self._turn_input(messages, tools, continue_final_message, chat_template_kwargs)
         prompt, ids = asked.prompt, asked.ids
         turn = await self._sample(ids, max_tokens, stop)
         token_ids = [*asked.given, *turn.token_ids.tolist()]
@@ -185,22 +185,22 @@ class Model:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> int:
-        """How many tokens the prompt of `chat` would have."""
-        return len(self._asked(messages, tools, continue_final_message, chat_template_kwargs).ids)
+        """The number of tokens in the prompt of `chat`."""
+        return len(self._turn_input(messages, tools, continue_final_message, chat_template_kwargs).ids)
 
-    def _asked(
+    def _turn_input(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         continues: bool,
         arguments: Mapping[str, Any] | None,
-    ) -> _Asked:
+    ) -> _TurnInput:
         renderer = self._with_arguments(arguments) if arguments else self.renderer
         history, offered = _plain_messages(messages), plain_tools(tools)
         keys = keys_of_histories(history, offered)
         answers, former = self._known(history, keys)
         if not continues:
-            return _Asked(renderer, renderer.prompt(history, offered, answers, former), offered, keys[-1], [])
+            return _TurnInput(renderer, renderer.prompt(history, offered, answers, former), offered, keys[-1], [])
         last = history[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):
             raise MessageError("the last message is to be continued: write one of the assistant's, without tool_calls")
@@ -213,7 +213,7 @@ class Model:
                 prompt = replace(answer.prompt, continues=len(given) == len(answer.token_ids))
             else:
                 prompt = renderer.prompt(history[:-1], offered, *self._known(history[:-1], keys))
-        return _Asked(renderer, prompt, offered, keys[-2], given, last["content"])
+        return _TurnInput(renderer, prompt, offered, keys[-2], given, last["content"])
 
     def _with_arguments(self, arguments: Mapping[str, Any]) -> Renderer:
         """Made once for the same arguments."""

@@ -1,9 +1,9 @@
-"""Environments in the Gymnasium manner, played by the model turn by turn: what it says is the action.
+"""Environments in the Gymnasium manner, played by the model turn by turn: its message is the action.
 
 Known are Gymnasium's `reset(seed=...)` and `step(action)` with texts, and skyrl-gym's `init(messages)` and `step(action)`. They
 run in threads, so that one that waits does not hold others up. With a chat template an observation is a message, without one
-its text follows the tokens so far. One that has `state()` and `set_state(state)`, of values as JSON has them, goes on where it
-was after a kill. Leaves out spaces: observations and actions are texts.
+its text follows the tokens so far. One that has `state()` and `set_state(state)`, of values as JSON has them, resumes after
+a kill. Leaves out spaces: observations and actions are texts.
 
     async def episode(task, model):
         return await play(skyrl_gym.make("gsm8k", extras={"reward_spec": {"ground_truth": task.answer}}), task, model)
@@ -22,8 +22,8 @@ from megasync.episodes.task import EpisodeLimitError, Result, Task
 from megasync.episodes.tool_clock import call_tool
 
 
-class CannotGoOnError(RuntimeError):
-    """An environment whose state is not kept answered its former actions otherwise: the episode has to begin anew."""
+class CannotResumeError(RuntimeError):
+    """An environment without a kept state gave other answers to its former actions: the episode has to start again."""
 
 
 async def play(environment: Any, task: Task, model: Any) -> Result:
@@ -32,7 +32,7 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
     All sampled tokens of the episode get the advantage of that sum; the rewards of the turns are in `info`.
     """
     rewards, metrics, talk, is_cut_off = list[float](), dict[str, float](), _Talk(task, model), False
-    kept = _Kept(environment, task, getattr(model, "answers", None) or Answers())
+    kept = _Recorded(environment, task, getattr(model, "answers", None) or Answers())
     try:
         await kept.begin(talk)
         while True:
@@ -53,17 +53,17 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
     return Result(math.fsum(rewards), metrics, {TURN_REWARDS: rewards}, is_cut_off)
 
 
-class _Kept:
+class _Recorded:
     """An environment whose answers are kept. Those of a checkpoint come without it; then it is brought to where it was.
 
-    By `set_state`, to what its `state()` gave after the last of them, where it has both; else it begins and takes the same
+    `set_state` sets the result of its `state()` after the last of them, if it has both; else it starts and takes the same
     actions again, and has to answer the same.
     """
 
     def __init__(self, environment: Any, task: Task, answers: Answers) -> None:
         self.environment, self.task, self.answers = environment, task, answers
         self.has_state = callable(getattr(environment, "state", None)) and callable(getattr(environment, "set_state", None))
-        self.former: list[tuple[str, Any, Any]] = []  # what was asked, and its answer: up to here the environment has no part
+        self.former: list[tuple[str, Any, Any]] = []  # questions with their answers, in which the environment had no part
 
     async def begin(self, talk: _Talk) -> None:
         """With the first observation beside the prompt."""
@@ -105,7 +105,7 @@ class _Kept:
             return
         for what, asked, value in former:
             if as_json(await self._do(what, asked))[0] != value:
-                raise CannotGoOnError
+                raise CannotResumeError
 
     async def _do(self, what: str, asked: Any) -> Any:
         if what == "init":
@@ -118,7 +118,7 @@ class _Kept:
 
 
 class _Talk:
-    """What has been said: messages where there is a chat template, else tokens."""
+    """The conversation: messages if there is a chat template, else tokens."""
 
     def __init__(self, task: Task, model: Any) -> None:
         self.model, self.ids = model, list(task.prompt_ids)

@@ -1,6 +1,6 @@
 """Messages in OpenAI's form, made plain: what a chat template is given, and by what a message is known again.
 
-Leaves out tokens. A message that a client sends back may differ in form from what it was given: content as a list of parts, tool
+Leaves out tokens. A message that a client sends back may differ in form from the one it got: content as a list of parts, tool
 calls written as JSON with other spaces, reasoning left out. `key` is the same for all of these.
 
     plain({"role": "user", "content": [{"type": "text", "text": "Hi"}]})     # {"role": "user", "content": "Hi"}
@@ -60,7 +60,7 @@ def plain(message: Mapping[str, Any]) -> Message:
 
 
 def text_of(content: Any) -> str:
-    """Of a text, a list of text parts, or None.
+    """The text of a text, a list of text parts, or None.
 
     Raises:
         MessageError: there is something else, such as an image.
@@ -93,7 +93,7 @@ SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 def canonical(value: Any) -> bytes:
-    """Of a value that JSON has: the same for what a client makes of it on its way round.
+    """A canonical form of a JSON value: the same after a client has parsed and written it.
 
     A client may write 1 for 1.0 and 1e3 for 1000, keep numbers as doubles, and has other ways with -0.0, the order of keys,
     escapes and halves of surrogate pairs.
@@ -103,14 +103,14 @@ def canonical(value: Any) -> bytes:
 
 
 def key(message: Message) -> bytes:
-    """Of a plain message: the same for what a client makes of it on its way round. Leaves out reasoning and ids of calls."""
+    """The key of a plain message: the same after a client has parsed and written it. Leaves out reasoning and ids of calls."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     text = json.dumps([message["role"], message["content"].strip()])
     return hashlib.blake2b(text.encode() + (canonical(calls) if calls else b""), digest_size=16).digest()
 
 
 def digest(before: bytes, value: Any) -> bytes:
-    """Of a value that JSON has, and of what came before it."""
+    """The key of a JSON value, chained to the key before it."""
     return hashlib.blake2b(before + canonical(value), digest_size=16).digest()
 
 

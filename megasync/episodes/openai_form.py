@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megasync.episodes.asking import DRAWN, MOST_SAMPLES, Asked, Fields, flag, mapping, number, objects, only, texts
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import MessageError
+from megasync.episodes.upstream_requests import DRAWN, MAX_SAMPLES, Asked, Fields, flag, mapping, number, objects, only, texts
 
 FIELDS = Fields(
     taken=frozenset(
@@ -52,7 +52,7 @@ class OpenAIForm:
             tools=tools,
             max_tokens=limit,
             stop=texts(body, "stop"),
-            num_samples=number(body, "n", most=MOST_SAMPLES) or 1,
+            num_samples=number(body, "n", most=MAX_SAMPLES) or 1,
             stream=bool(body.get("stream")),
             model=str(body.get("model") or "policy"),
             with_usage=bool(mapping(body, "stream_options").get("include_usage")),
@@ -94,7 +94,7 @@ def _continues(body: Mapping[str, Any]) -> bool:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], bool]:
-    """Those that the policy may call, and whether the program wants it to call one."""
+    """The tools that the policy may call, and whether the program wants it to call one."""
     tools = objects(body, "tools")
     choice = body.get("tool_choice") or "auto"
     if choice in ("auto", "none", "required"):

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - tags of DeepSeek
-r"""What a model sampled, read as a message: content, reasoning, tool calls. Leaves out who renders it (template.py).
+r"""Sampled text read as a message: content, reasoning, tool calls. Leaves out rendering (template.py).
 
 A call that cannot be read in one way stays in the content, as the model wrote it, and is reported as broken (calls/).
 

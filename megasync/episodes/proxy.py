@@ -23,13 +23,13 @@ from typing import Any
 from aiohttp import web
 
 from megasync.episodes.anthropic_form import AnthropicForm
-from megasync.episodes.asking import Asked, Form
 from megasync.episodes.chat import Model, Reply
 from megasync.episodes.messages import MessageError
 from megasync.episodes.openai_form import OpenAIForm
+from megasync.episodes.upstream_requests import Asked, Form
 
 LOG = logging.getLogger(__name__)
-MOST_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 OPENAI, ANTHROPIC = OpenAIForm(), AnthropicForm()
 ROUTES: dict[str, Form] = {"/v1/chat/completions": OPENAI, "/v1/messages": ANTHROPIC}
 RETRY_HEADER = "x-stainless-retry-count"  # of both official clients
@@ -39,19 +39,19 @@ NO_RETRY = {"x-should-retry": "false"}  # which they read
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Where a program finds the model of its episode."""
+    """The address of an episode's model for programs."""
 
     url: str
     key: str
 
     @property
     def openai_url(self) -> str:
-        """OpenAI's clients go on with /chat/completions."""
+        """OpenAI's clients append /chat/completions."""
         return f"{self.url}/{self.key}/v1"
 
     @property
     def anthropic_url(self) -> str:
-        """Anthropic's go on with /v1/messages."""
+        """Anthropic's append /v1/messages."""
         return f"{self.url}/{self.key}"
 
     def environment(self) -> dict[str, str]:
@@ -77,7 +77,7 @@ class _Episode:
     followed_up: set[bytes] = field(default_factory=set)
 
     def call(self, asked: Asked, retry: str | None) -> _Call:
-        """A new one, or that of which this request is a retry."""
+        """A new call, or the one that this request retries."""
         histories, key = asked.histories(), asked.key()
         self.followed_up.update(histories[:-1])
         found = self.calls.get(key)
@@ -114,7 +114,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def episode(self, model: Model) -> Iterator[Access]:
-        """Requests with this key are the model's; what still waits at the end is cancelled, and the key is unknown then."""
+        """Requests with this key are the model's. At the end pending ones are cancelled, and the key becomes unknown."""
         key = f"ep-{secrets.token_urlsafe(24)}"
         self._episodes[key] = _Episode(model)
         try:
@@ -129,7 +129,7 @@ class Proxy:
     # ------------------------------------------------------------------------------------------------ HTTP
 
     def _application(self) -> web.Application:
-        application = web.Application(client_max_size=MOST_BODY_BYTES)
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
         for prefix in ("", "/{key}"):
             for path in ROUTES:
                 application.router.add_post(prefix + path, self._answer)
@@ -185,7 +185,7 @@ class Proxy:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         paths = ", ".join(ROUTES)
-        return _error(OPENAI, 404, f"{request.method} {request.path}: there is no such thing; there is POST {paths}")
+        return _error(OPENAI, 404, f"{request.method} {request.path}: is not served; POST {paths}")
 
 
 # ---------------------------------------------------------------------------------------------------- inside
@@ -201,7 +201,7 @@ def _is_retry(call: _Call, retry: str | None) -> bool:
 
 
 async def _sample(model: Model, asked: Asked) -> list[Reply]:
-    """Where one sample fails, those that are not done yet are cancelled."""
+    """If one sample fails, the others are cancelled."""
     options: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop, "keeps_stop": False}
     options |= {"continue_final_message": asked.continues, "chat_template_kwargs": asked.template}
     try:

@@ -1,4 +1,4 @@
-"""What is kept of an episode, so that it can be played again: how turns were asked for, what environments answered.
+"""The record of an episode, from which it can be played again: how turns were asked for, and the answers of environments.
 
 Tokens, log-probs and versions are the branches'; a turn is a place in one of them. Leaves out files (rollouts/records.py).
 
@@ -19,12 +19,12 @@ from megasync.episodes.segments import Branch, Recorder, Turn
 if TYPE_CHECKING:
     from engine.sample import IntArray
 
-MOST_ANSWER_CHARACTERS = 1_000_000  # of one answer as JSON; of a longer one the first SHOWN_CHARACTERS are kept, to be shown
+MAX_ANSWER_CHARACTERS = 1_000_000  # of one answer as JSON; of a longer one the first SHOWN_CHARACTERS are kept, for logs
 SHOWN_CHARACTERS = 1000
 
 
 class Asked(NamedTuple):
-    """How a replica was asked for a turn, beside its prompt and what all turns of the run have in common."""
+    """The request for a turn, without its prompt and the settings that all turns of the run share."""
 
     number: int  # in the episode's order, from 0 on
     seed: int
@@ -46,7 +46,7 @@ class TurnRecord(NamedTuple):
 
 
 class EnvironmentAnswer(NamedTuple):
-    """What an environment or a tool said."""
+    """The answer of an environment or a tool."""
 
     turn: int  # how many turns had been asked for before
     what: str  # init | reset | step | call NAME
@@ -57,17 +57,17 @@ class EnvironmentAnswer(NamedTuple):
 
 @dataclass
 class History:
-    """An episode up to now, so that it can go on in another process or run. It grows as the episode goes on."""
+    """An episode up to now, so that it can resume in another worker or run. It grows with the episode."""
 
     turns: dict[int, tuple[IntArray, Turn]] = field(default_factory=dict)  # prompt and what was sampled, by number
     answers: dict[int, EnvironmentAnswer] = field(default_factory=dict)  # by place
     state: Any = None  # of the environment after all of `answers`, as JSON has it
     resumed: set[int] = field(default_factory=set)  # turns of a checkpoint that answered again
     is_deadly: bool = False  # it, or an attempt before it, ended its process: it is played alone
-    is_anew: bool = False  # what was asked or answered after a resume was not the same: sampled anew from there on
+    is_anew: bool = False  # a question or an answer after a resume was not the same: sampled again from there on
 
     def forget(self) -> None:
-        """It begins anew."""
+        """It starts from its begin."""
         self.turns.clear()
         self.answers.clear()
         self.resumed.clear()
@@ -111,17 +111,17 @@ def as_json(value: Any) -> tuple[Any, bool]:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return repr(value)[:SHOWN_CHARACTERS], False
-    if len(text) > MOST_ANSWER_CHARACTERS:
+    if len(text) > MAX_ANSWER_CHARACTERS:
         return text[:SHOWN_CHARACTERS], False
     return json.loads(text), True
 
 
 def _unsent(place: int, answer: EnvironmentAnswer, state: Any, is_other: bool) -> None:
-    """Nobody keeps it."""
+    """Not recorded."""
 
 
 class Answers:
-    """Those of one episode, where it is played. What is there of a checkpoint comes again, as long as the same is asked for.
+    """The answers of one episode, in its worker. Those of a checkpoint are given again, as long as the questions are the same.
 
     place, former = answers.next("step", action)
     if former is None:

@@ -2,7 +2,7 @@
 
 The family's is taken where the package is installed and gives the same tokens as the folder's chat template for some
 conversations; else the template itself (template.py). Its bridge goes from a former prompt and what was sampled to the next
-prompt; where it gives none the conversation is rendered anew, with marks (tokens.py) in place of what was sampled.
+prompt; where it gives none the conversation is rendered again, with marks (tokens.py) for the sampled tokens.
 
     renderer = renderer_of(Tokens(tokenizer, stop_token_ids), "qwen3", {"enable_thinking": False})
 """
@@ -16,7 +16,8 @@ from typing import Any
 from megasync.episodes.chat import Renderer
 from megasync.episodes.messages import Message, MessageError, Tool
 from megasync.episodes.parse import Parsed
-from megasync.episodes.template import Answer, Prompt, TemplateRenderer, of_template, parts, read_answer
+from megasync.episodes.sampled import Answer, Prompt, parts, read_answer
+from megasync.episodes.template import TemplateRenderer, of_template
 from megasync.episodes.tokens import Tokens, mark
 
 # By model_type of config.json. Which of them it is, if any, is found out by rendering.
@@ -180,7 +181,7 @@ def renderer_of(tokens: Tokens, model_type: str, arguments: Mapping[str, Any] | 
 
 
 def _writes_the_same(family: FamilyRenderer, template: TemplateRenderer) -> bool:
-    """Of conversations that the template takes; one that it does not take tells nothing."""
+    """For the conversations that the template accepts."""
     for messages, tools in CONVERSATIONS:
         try:
             wanted = template.prompt(messages, tools, {}).ids

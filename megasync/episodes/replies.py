@@ -1,4 +1,4 @@
-"""What of a sampled answer a program gets as the model's message. Leaves out sampling, and what is kept of it (chat.py)."""
+"""The message of a sampled answer, as a program gets it. Leaves out sampling, and the model's memory of it (chat.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from megasync.episodes.messages import Fields
 from megasync.episodes.parse import Parsed
-from megasync.episodes.template import Answer
+from megasync.episodes.sampled import Answer
 from megasync.episodes.tokens import Tokens
 
 UNREADABLE = "The tool call could not be read, and no tool was called"
@@ -19,12 +19,12 @@ UNREADABLE = "The tool call could not be read, and no tool was called"
 
 def call_id(prompt_ids: Sequence[int], token_ids: Sequence[int], place: int) -> str:
     """Nine characters, as mistral's templates want them; the same where an episode is played again, since prompts have them."""
-    told = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
-    return hashlib.blake2b(told, digest_size=5).hexdigest()[:9]
+    key = array("q", [*prompt_ids, -1, *token_ids, -1, place]).tobytes()
+    return hashlib.blake2b(key, digest_size=5).hexdigest()[:9]
 
 
 def tokens_shown(tokens: Tokens, answer: Answer, content: str) -> list[int]:
-    """Of a sampled answer, up to the end of the content as a program has it: it may end before a text that stopped it."""
+    """The tokens of a sampled answer up to the end of the content that a program got: it may end before a stop text."""
     ids = tokens.without_stop(answer.token_ids)
     num_hidden = len(answer.parsed.content.rstrip()) - len(content.rstrip())
     if num_hidden <= 0:
@@ -35,7 +35,7 @@ def tokens_shown(tokens: Tokens, answer: Answer, content: str) -> list[int]:
 
 
 def behind(whole: Parsed, begun: Parsed) -> Parsed:
-    """What comes after the begin of a message that was given."""
+    """The rest of a message after its given begin."""
 
     def rest(text: str, before: str) -> str:
         before = before if text.startswith(before) else before.strip()
@@ -56,7 +56,7 @@ def before_stop(parsed: Parsed, stop: Sequence[str]) -> tuple[Parsed, str]:
 
 
 def message_of(parsed: Parsed, call_ids: Sequence[str], finish_reason: str) -> Fields:
-    """As a program gets it: calls that can be read, and those that cannot."""
+    """The message for a program, with readable and unreadable calls."""
     calls = [
         Fields(id=call_id, type="function", function=Fields(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
         for call_id, (name, arguments) in zip(call_ids, parsed.calls, strict=False)

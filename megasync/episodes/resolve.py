@@ -21,7 +21,7 @@ REMEDY = "write rollout.episode=package.module:name, of an async function of (ta
 
 
 def resolve_episode(path: str) -> Episode:
-    """What plays an episode; an environment class is played turn by turn (environments.py).
+    """The function that plays an episode; an environment class is played turn by turn (environments.py).
 
     Raises:
         ConfigError: there is none of that name, or it cannot play.

@@ -1,4 +1,4 @@
-"""An episode's tokens: those that a replica sampled, and those that were given. Leaves out where they come from (render.py).
+"""An episode's tokens: sampled by a replica, or given. Leaves out where they come from (render.py).
 
 A request whose prompt begins with exactly the tokens of an earlier request and its answer continues that branch; any other
 begins a branch: a template that drops thinking, a compacted history, a second agent that starts from the same turn. Each
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from engine.sample import ExpertArray, FloatArray, IntArray
 
 BRANCH_ARRAYS = {**TOKEN_ARRAYS, "is_sampled": np.bool_}
-Turn = Completion  # what a replica sampled for one request of an episode
+Turn = Completion  # sampled for one request of an episode
 
 
 class Sampler(Protocol):
-    """How an episode asks its replica for tokens. Cancelling the call cancels the sampling."""
+    """Asks an episode's replica for tokens. Cancelling the call cancels the sampling."""
 
     async def __call__(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
@@ -69,7 +69,7 @@ class Recorder:
         self.last_branch = -1  # that a turn was added to
 
     def add(self, prompt_ids: Sequence[int] | IntArray, turn: Turn) -> None:
-        """Extends the branch of which the most tokens begin `prompt_ids`, else begins another. A turn of no token adds none."""
+        """Extends the longest branch that is a prefix of `prompt_ids`, or begins a new one. A turn without tokens adds none."""
         assert len(turn.token_ids) == len(turn.log_probs) == len(turn.weight_versions)
         if not len(turn.token_ids):
             return
@@ -99,7 +99,7 @@ class Recorder:
             found = key if key in self._by_end else found
         if found is None:
             return None
-        branch = self._by_end[found].pop(0)  # samples of one prompt may be equal: the first goes on
+        branch = self._by_end[found].pop(0)  # samples of one prompt may be equal: the first continues
         if not self._by_end[found]:
             del self._by_end[found]
         self._num_of_length[found[0]] -= 1
@@ -109,7 +109,7 @@ class Recorder:
 
 
 class _Growing:
-    """A branch that may go on: given and sampled tokens in turns."""
+    """A branch that may continue: given and sampled tokens in turns."""
 
     def __init__(self, number: int) -> None:
         self.number, self.num_tokens = number, 0

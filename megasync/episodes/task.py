@@ -1,4 +1,4 @@
-"""What an episode gets and gives back.
+"""Arguments and results of an episode.
 
 Leaves out the model that it talks to (chat.py).
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of the data, of which a group's members each play an episode."""
+    """One line of the data; each member of its group plays an episode of it."""
 
     prompt: str
     prompt_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an episode was worth. None: `rollout.reward` scores the text of its last turn."""
+    """The result of an episode. Without a reward, `rollout.reward` scores the text of its last turn."""
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged as episode/NAME, a mean over episodes
@@ -46,8 +46,8 @@ class EpisodeLimitError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Played:
-    """An episode that has ended, as the trainer keeps it."""
+class EpisodeResult:
+    """An episode that has ended, with its training sequences."""
 
     branches: tuple[Branch, ...] = ()
     reward: float | None = None  # None: to be scored
@@ -63,8 +63,8 @@ class Played:
     info: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[TurnRecord, ...] = ()
     answers: tuple[EnvironmentAnswer, ...] = ()
-    num_resumed: int = 0  # turns of a checkpoint from which it went on
-    is_anew: bool = False  # it could not go on as it was at that checkpoint
+    num_resumed: int = 0  # turns of a checkpoint from which it resumed
+    is_anew: bool = False  # it could not resume from that checkpoint
 
     @property
     def num_sampled(self) -> int:

@@ -3,63 +3,31 @@
 The next prompt is the tokens so far and the tokens of what came after them. The template renders the whole conversation as text,
 with marks (tokens.py) for what the model sampled, and only the text behind the last mark is tokenised. Where the template would
 now write the part before it in another way (earlier thinking dropped, tools moved to the last user's message), the prompt is
-rendered anew, still with the sampled tokens in place of the marks: that begins a branch (segments.py).
+rendered again, still with the sampled tokens in place of the marks: that begins a branch (segments.py).
 
-What a template does not know is said within what it knows: tools are described in the system message, in the hermes form, and
-their results are messages of the user. Leaves out families whose renderer is known by name (render.py).
+Leaves out templates without tools or a system message (folding.py), and families whose renderer is known by name (render.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megasync.data.template import PROBE, ChatTemplate, check_template
 from megasync.episodes.calls.formats import FORMATS, Format
 from megasync.episodes.calls.reading import read_calls
+from megasync.episodes.folding import fold
 from megasync.episodes.messages import Message, MessageError, Tool
-from megasync.episodes.parse import END_THINK, THINK, Parsed, format_of, parse
+from megasync.episodes.parse import END_THINK, THINK, Parsed, format_of
+from megasync.episodes.sampled import Answer, Prompt, parts, read_answer
 from megasync.episodes.tokens import MARK, Tokens, mark
 
-THINK_TOKENS = 12  # in which the tag and white space after it are
 OWN_VARIABLES = {"tools", "documents"}
 PROBE_TOOL: Tool = {
     "type": "function",
     "function": {"name": PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
 PROBE_CALL = {"id": "probe0c4f", "type": "function", "function": {"name": PROBE, "arguments": {}}}  # nine characters: mistral's
-TOOLS = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    ids: list[int]
-    text: str  # with marks and without the generation prompt
-    continues: bool = False  # the tokens of a former prompt and its answer begin it
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """What was sampled for a prompt, and how it reads as a message."""
-
-    prompt: Prompt
-    token_ids: list[int]
-    parsed: Parsed
-    call_ids: tuple[str, ...] = ()
 
 
 class TemplateRenderer:
@@ -102,7 +70,7 @@ class TemplateRenderer:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
     ) -> Prompt:
-        """Plain messages; `answers`: of those that were sampled, by index; `former`: which of these the prompt should continue.
+        """Plain messages; `answers`: of the sampled ones, by index; `former`: the one of these that the prompt should continue.
 
         Raises:
             MessageError: the template refuses the messages.
@@ -148,11 +116,11 @@ class TemplateRenderer:
         return TemplateRenderer(self.tokens, {**self.arguments, **arguments})
 
     def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:
-        """What was sampled, as a message."""
+        """The sampled tokens as a message."""
         return read_answer(self.tokens, self.format_of_calls(tools), prompt_ids, token_ids, tools)
 
     def format_of_calls(self, tools: Sequence[Tool]) -> Format:
-        """How the model writes them.
+        """The format in which the model writes tool calls.
 
         Raises:
             MessageError: there are tools, and the template writes calls in a way that is not known here.
@@ -278,14 +246,6 @@ class TemplateRenderer:
             return False
 
 
-def read_answer(
-    tokens: Tokens, form: Format, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]
-) -> Parsed:
-    """What was sampled, as a message; the prompt may have begun the reasoning."""
-    text = tokens.decode(tokens.without_stop(token_ids))
-    return parse(text, form, tools, thinking=tokens.decode(prompt_ids[-THINK_TOKENS:]).rstrip().endswith(THINK))
-
-
 def refuse_unknown(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
     """MessageError where the chat template reads no variable of that name, or we give it ourselves."""
     usable = [name for name in check_template(tokenizer, {}) if name not in OWN_VARIABLES]
@@ -293,18 +253,6 @@ def refuse_unknown(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         if name not in usable:
             remedy = f"write one of {', '.join(usable)}" if usable else "leave it out"
             raise MessageError(f"chat_template_kwargs: the chat template has no variable {name!r:.80} to be set: {remedy}")
-
-
-def parts(tokens: Tokens, answer: Answer) -> tuple[list[int], list[int]]:
-    """Tokens of the reasoning and of the rest, without the tags and the white space that a template writes itself."""
-    ids = tokens.without_stop(answer.token_ids)
-    if not tokens.decode(answer.prompt.ids[-THINK_TOKENS:]).rstrip().endswith(THINK):  # the prompt did not begin the reasoning
-        begun = tokens.split(ids, THINK)
-        if begun is None or tokens.decode(begun[0]).strip():
-            return [], ids
-        ids = begun[1]
-    reasoning, content = tokens.split(ids, END_THINK) or (ids, [])
-    return tokens.trimmed(reasoning), tokens.trimmed(content)
 
 
 def _answer(content: str, calls: Sequence[Any] = ()) -> Message:
@@ -321,44 +269,3 @@ def of_template(message: Message) -> Message:
     """Marks are only ours; reasoning has the name that templates give it."""
     made = {**message, "content": MARK.sub("", message["content"])}
     return {**made, "reasoning_content": made.pop("reasoning")} if "reasoning" in made else made
-
-
-def fold(
-    messages: Sequence[Message], tools: Sequence[Tool], *, with_tools: bool, with_system: bool
-) -> tuple[list[Message], Sequence[Tool]]:
-    """The messages, and the tools that are left to the template. With folded tools, messages of the user in a row become one."""
-    made = [dict(message) for message in messages]
-    if with_tools:
-        made = _joined([_without_tools(message) for message in made])
-        if tools:
-            described = TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-            if made and made[0]["role"] == "system":
-                made[0]["content"] += f"\n\n{described}"
-            else:
-                made.insert(0, {"role": "system", "content": described})
-        tools = ()
-    if with_system and len(made) > 1 and made[0]["role"] == "system" and made[1]["role"] == "user":
-        system = made.pop(0)
-        made[0]["content"] = f"{system['content']}\n\n{made[0]['content']}"
-    return made, tools
-
-
-def _without_tools(message: Message) -> Message:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if not message.get("tool_calls"):
-        return message
-    calls = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message["tool_calls"]]
-    content = [message["content"]] if message["content"] else []
-    return {**{name: message[name] for name in message if name != "tool_calls"}, "content": "\n".join([*content, *calls])}
-
-
-def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Templates that want roles in turn refuse two messages of the user in a row, as results of two tools would be."""
-    made: list[Message] = []
-    for message in messages:
-        if made and made[-1]["role"] == message["role"] == "user":
-            made[-1]["content"] += f"\n{message['content']}"
-        else:
-            made.append(message)
-    return made

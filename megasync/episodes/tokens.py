@@ -51,7 +51,7 @@ class Tokens:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """What they add to the text before them, as rewards see it (bridge/detokenizer.py)."""
+        """Their text, as rewards see it (bridge/detokenizer.py)."""
         return self._detokenizer.text(token_ids)
 
     def without_stop(self, token_ids: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
-"""How long an episode's tools take: its own code, its environment, and what it waits for beside the model.
+"""The time that an episode's tools take: its own code, its environment, and its waits for anything but the model.
 
 The clock stands still while the model is asked, and while a tool that is called by `call_tool` waits for a thread or for other
-episodes of the process. Leaves out the limit on an episode's time (pool.py), which counts those.
+episodes of the process. Leaves out the limit on an episode's time (workers/limits.py), which counts those.
 
     CLOCK.set(clock := ToolClock())
     value = await call_tool(tool, 6, 7)
@@ -24,7 +24,7 @@ ASKING, WAITING, WORKING = "asking", "waiting", "working"  # the model; for a to
 
 
 class ToolClock:
-    """Of one episode, from here on. Used from its threads, too."""
+    """The clock of one episode, started here. Used from its threads, too."""
 
     def __init__(self) -> None:
         self._lock, self._doing = threading.Lock(), Counter[str]()
@@ -38,7 +38,7 @@ class ToolClock:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Several may go on side by side."""
+        """Several may run side by side."""
         self._add(what, 1)
         try:
             yield
@@ -61,11 +61,11 @@ class ToolClock:
             return tool(*arguments, **options)
 
 
-CLOCK: ContextVar[ToolClock] = ContextVar("CLOCK", default=ToolClock())  # noqa: B039 # where no episode is played it counts for nobody
+CLOCK: ContextVar[ToolClock] = ContextVar("CLOCK", default=ToolClock())  # noqa: B039 # outside of episodes
 
 
 async def call_tool(tool: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What it gives; a plain function runs in a thread."""
+    """The tool's answer; a plain function runs in a thread."""
     clock = CLOCK.get()
     with clock.during(WAITING):
         if not inspect.iscoroutinefunction(tool):

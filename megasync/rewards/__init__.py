@@ -1,12 +1,9 @@
-"""What a response is worth: functions of ours and of the user's, scored in processes of their own.
+"""Rewards of responses: functions of ours and of the user's, scored in worker processes.
 
 answers/       where the answer stands in a response, and whether two are equal
-functions.py   what a reward is given, and the rewards that have a name
+functions.py   the input of a reward, and the rewards that have a name
 resolve.py     `rollout.reward` becomes functions, checked and imported
-wire.py        what travels between the trainer and the processes, and what is said of a reward that fails
-program.py     the program of such a process
-process.py     one process as the trainer holds it
-suspects.py    who ended a process that several shared: tried again apart, in smaller sets
-lane.py        some processes: who gets which sample, time limits, who is to blame
-pool.py        the whole, as rollouts see it
+program.py     the functions as workers run them
+failures.py    the error of a reward that fails
+pool.py        all rewards of a run, as rollouts use them
 """

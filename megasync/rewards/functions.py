@@ -1,4 +1,4 @@
-"""What a reward is given, and the rewards that have a name. `rollout.reward` names one of these, or functions of your own.
+"""The input of a reward, and the rewards that have a name. `rollout.reward` names one of these, or functions of your own.
 
 Leaves out advantages, which the loss makes of the rewards of a group. No torch in here.
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasync.examples.tasks import score
+from megasync.data.reasoning_gym import score
 from megasync.rewards.answers.equal import equal, same_text
 from megasync.rewards.answers.read import after_thinking, opens_thinking, read_answer
 
@@ -38,6 +38,7 @@ class RewardInput:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the data file's line
     line: int = 0  # of the data file, from 1; 0: unknown
     thinking: bool = False  # the prompt, as the template renders it, ends within the thinking: <think>
+    place: str = ""  # of the line, in words: with its file, where the data have several
 
 
 def exact_match(sample: RewardInput) -> float:
@@ -76,11 +77,11 @@ def _is_right(sample: RewardInput) -> bool:
 
 
 def reasoning_gym(sample: RewardInput) -> float:
-    """From 0 to 1: what the generator of reasoning-gym that made the question says of the answer (megasync/examples/tasks.py).
+    """From 0 to 1: what the generator of reasoning-gym of the question gives the answer (data/reasoning_gym.py).
 
     What answers/read.py reads counts, and what follows the thinking as a whole, since some generators take more than a value.
 
-    The data's lines hold `entry`, as `python -m megasync.assets --task NAME` writes them.
+    The data's lines hold `entry`, as `python -m megasync assets --task NAME` writes them.
     """
     is_open, entry = sample.thinking or opens_thinking(sample.prompt), json.loads(sample.extra["entry"])
     found = read_answer(sample.response, in_thinking=is_open)

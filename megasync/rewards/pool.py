@@ -1,10 +1,10 @@
-"""All reward processes: who gets which sample, time limits, weights, and what happens where a reward fails. No torch in here.
+"""All rewards of a run: scores of samples, weights, and the effect of a reward that fails. No torch in here.
 
-    with RewardPool(config.rollout) as pool:                      # in the trainer; processes start with the first samples
+    with RewardPool(config.rollout) as pool:                      # in the trainer; workers start with the first samples
         scored = await pool.score(RewardInput(...))               # many at a time; Scored(total, parts)
         scored = await pool.score_group([RewardInput(...), ...])  # all samples of a prompt, where `pool.takes_groups`
 
-Leaves out the processes and who gets which sample (lane.py).
+Leaves out the processes, time limits and blame (workers/).
 """
 
 from __future__ import annotations
@@ -22,45 +22,72 @@ from types import TracebackType
 from typing import Self
 
 from megasync.config.schema import RolloutConfig
+from megasync.rewards.failures import RewardError, describe
 from megasync.rewards.functions import RewardInput
-from megasync.rewards.lane import LIMIT_KEY, Lane, Pending
+from megasync.rewards.program import Call
 from megasync.rewards.resolve import Reward, identity, resolve_rewards
-from megasync.rewards.wire import Call, Failure, RewardError, describe
+from megasync.workers.failure import Failure
+from megasync.workers.job import Job, Outcome
+from megasync.workers.pool import WorkerPool
+from megasync.workers.protocol import Start
+from megasync.workers.settings import PoolSettings, WorkersError
 
 logger = logging.getLogger(__name__)
 
-NUM_NOTED = 3  # failures of a reward that are logged where they are worth 0, of each kind: raised, returned, took, had, ended
-PARSERS = {"math_verify", "reasoning_gym"}  # what hangs or kills one is a model's output; what one raises is of the data
-# what functions do that take a list, and do not say so, with a single sample
+MAX_LOGGED = 3  # failures of a reward that count as 0 and are logged, of each kind: raised, returned, took, had, ended
+# Rewards that parse the model's output: a hang or crash is the output's fault and counts as 0; an exception is the data's fault.
+PARSERS = {"math_verify", "reasoning_gym"}
+# Failures, with a single sample, of functions that take a list and are not annotated so.
 WANTS_LIST = re.compile(r"raised TypeError: ('RewardInput' object is not|object of type 'RewardInput' has no len)|returned \[")
-GO_ON = "or write rollout.reward_on_failure=zero to go on with 0 for such samples"
+LIMIT_KEY = "rollout.reward_timeout_seconds"
+CONTINUE = "or write rollout.reward_on_failure=zero to continue with 0 for such samples"
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a sample is worth."""
+    """The rewards of a sample."""
 
     total: float  # the sum of weight x part
     parts: Mapping[str, float]  # of each reward, without its weight, by its name in the config
     failures: tuple[str, ...] = ()  # the rewards that failed and count as 0
 
 
+class ScoreJob(Job):
+    """One call of a reward. The result: one value a sample, and whether the call failed and counts as 0."""
+
+    def __init__(self, pool: RewardPool, reward: Reward, call: Call) -> None:
+        super().__init__(call)
+        self.pool, self.reward, self.call = pool, reward, call
+
+    def finish(self, outcome: Outcome) -> None:
+        if outcome.failure is None:
+            self.result.set_result([(value, False) for value in outcome.value])
+        elif error := self.pool.on_failure(self, outcome.failure):
+            self.result.set_exception(error)
+        else:
+            self.result.set_result([(0.0, True)] * len(self.call.samples))
+
+
 class RewardPool:
-    """At most `rollout.reward_processes` processes for plain functions, and as many for async ones."""
+    """At most `rollout.reward_processes` workers for plain functions, and as many for async ones."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         """ConfigError where `rollout.reward` cannot be imported."""
         self.rollout, self.rewards = rollout, resolve_rewards(rollout.reward)
         self.takes_groups = any(reward.takes_list for reward in self.rewards)
         self.identity = identity(self.rewards)
+        self.plain = self._workers("plain_rewards", 1)
+        self.concurrent = self._workers("async_rewards", rollout.reward_concurrency)
+        self._num_failures = Counter[tuple[str, str]]()
+
+    def _workers(self, factory: str, concurrency: int) -> WorkerPool:
         names = [reward.name for reward in self.rewards]
-        self.serial = Lane(names, rollout, self._fail, is_serial=True)
-        self.concurrent = Lane(names, rollout, self._fail, is_serial=False)
-        self._numbers, self._noted = itertools.count(1), Counter[tuple[str, str]]()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        start = Start(f"megasync.rewards.program:{factory}", (names,), factory == "plain_rewards", False)
+        limit, num = self.rollout.reward_timeout_seconds, self.rollout.reward_processes
+        return WorkerPool(PoolSettings("rollout.reward: a process for rewards", start, LIMIT_KEY, limit, num, concurrency))
 
     async def score(self, sample: RewardInput) -> Scored:
-        """What one sample is worth; functions that take a list get a list of one.
+        """The rewards of one sample; functions that take a list get a list of one.
 
         Raises:
             RewardError: a reward failed, and `rollout.reward_on_failure` is stop.
@@ -68,11 +95,19 @@ class RewardPool:
         return (await self.score_group([sample]))[0]
 
     async def score_group(self, samples: Sequence[RewardInput]) -> list[Scored]:
-        """What each sample of a prompt is worth. Raises as `score` does."""
-        calls = [self._begin(place, reward, list(samples)) for place, reward in enumerate(self.rewards)]
-        await asyncio.gather(*(pending.values for pending in itertools.chain.from_iterable(calls)))
-        columns = [[(value, each.failed) for each in column for value in each.values.result()] for column in calls]
-        return [self._scored(row) for row in zip(*columns, strict=True)]
+        """The rewards of each sample of a prompt. Raises as `score` does."""
+        columns = [self._submit(place, reward, list(samples)) for place, reward in enumerate(self.rewards)]
+        try:
+            await asyncio.gather(*itertools.chain.from_iterable(columns))
+        except WorkersError as error:
+            raise RewardError(str(error)) from error
+        rows = zip(*(itertools.chain.from_iterable(result.result() for result in column) for column in columns), strict=True)
+        return [self._scored(row) for row in rows]
+
+    def _submit(self, place: int, reward: Reward, samples: list[RewardInput]) -> list[asyncio.Future[list[tuple[float, bool]]]]:
+        workers = self.concurrent if reward.is_async else self.plain
+        parts = [samples] if reward.takes_list else [[sample] for sample in samples]
+        return [workers.submit(ScoreJob(self, reward, Call(place, part))) for part in parts]
 
     def _scored(self, row: Sequence[tuple[float, bool]]) -> Scored:
         named = list(zip(self.rewards, row, strict=True))
@@ -80,37 +115,26 @@ class RewardPool:
         failures = tuple(reward.name for reward, (_, failed) in named if failed)
         return Scored(total, {reward.name: value for reward, (value, _) in named}, failures)
 
-    def _begin(self, place: int, reward: Reward, samples: list[RewardInput]) -> list[Pending]:
-        lane, loop = self.concurrent if reward.is_async else self.serial, asyncio.get_running_loop()
-        self._loop = self._loop or loop
-        assert loop is self._loop, "a pool belongs to the event loop that it was first used in"
-        parts = [samples] if reward.takes_list else [[sample] for sample in samples]
-        pending = [Pending(reward, Call(next(self._numbers), place, part), loop.create_future()) for part in parts]
-        lane.add(pending)
-        return pending
-
-    def _fail(self, pending: Pending, failure: Failure) -> None:
-        """A call failed: it is worth 0, or ends the run with the sample."""
-        name, samples = pending.reward.name, pending.call.samples
+    def on_failure(self, job: ScoreJob, failure: Failure) -> RewardError | None:
+        """The error that ends the run with the sample; None: the call counts as 0."""
+        name, samples = job.reward.name, job.call.samples
         is_of_output = name in PARSERS and not failure.what.startswith("raised")
         if self.rollout.reward_on_failure == "stop" and not is_of_output:
-            remedy = f"raise {LIMIT_KEY}, {GO_ON}" if LIMIT_KEY in failure.what else f"mend the function, {GO_ON}"
-            if not pending.reward.takes_list and WANTS_LIST.match(failure.what):
+            remedy = f"raise {LIMIT_KEY}, {CONTINUE}" if LIMIT_KEY in failure.what else f"mend the function, {CONTINUE}"
+            if not job.reward.takes_list and WANTS_LIST.match(failure.what):
                 remedy = "annotate its first parameter as list[RewardInput], and it gets all samples of a prompt"
-            pending.values.set_exception(RewardError(describe(name, failure, samples, remedy)))
-            return
+            return RewardError(describe(name, failure, samples, remedy))
         kind = name, failure.what.partition(" ")[0]
-        self._noted[kind] += 1
-        if self._noted[kind] <= NUM_NOTED:
-            last = ", others of this kind are only counted" if self._noted[kind] == NUM_NOTED else ""
-            logger.warning("worth 0%s: %s", last, describe(name, failure, samples, ""))
-        pending.failed = True
-        pending.values.set_result([0.0] * len(samples))
+        self._num_failures[kind] += 1
+        if self._num_failures[kind] <= MAX_LOGGED:
+            last = ", others of this kind are only counted" if self._num_failures[kind] == MAX_LOGGED else ""
+            logger.warning("counts as 0%s: %s", last, describe(name, failure, samples, ""))
+        return None
 
     def close(self) -> None:
-        """End all processes. From any thread, more than once."""
-        for process in [*self.concurrent.close(), *self.serial.close()]:
-            process.join()
+        """End all workers. From any thread, more than once."""
+        self.concurrent.close()
+        self.plain.close()
 
     def __enter__(self) -> Self:
         return self
@@ -122,8 +146,8 @@ class RewardPool:
 def reward_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     """`reward/NAME`, the mean of each reward where there are several, and how often one failed and counted as 0.
 
-    Samples that were scored before a run was resumed are not among `scored`, which may be empty. What episodes say they are
-    worth has no parts.
+    Samples that were scored before a run was resumed are not among `scored`, which may be empty. Rewards that episodes return
+    have no parts.
     """
     parts = [one.parts for one in scored if one.parts]
     names = list(parts[0]) if parts else []

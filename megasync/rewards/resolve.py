@@ -15,7 +15,7 @@ from typing import Any
 
 from megasync.config.errors import ConfigError, nearest_name
 from megasync.config.named import IMPORT_PATH, digest_of_module, import_named
-from megasync.examples.packages import add_packages
+from megasync.data.packages import add_packages
 from megasync.rewards import functions
 from megasync.rewards.functions import exact_match, math_verify, reasoning_gym, token_count
 
@@ -33,7 +33,7 @@ LIST = re.compile(r"['\"]?(typing\.|collections\.abc\.)?(list|List|Sequence|Coll
 
 @dataclass(frozen=True)
 class Reward:
-    """One function with what it is worth."""
+    """One function with its weight."""
 
     name: str  # as the config has it
     weight: float
@@ -59,7 +59,7 @@ def resolve_rewards(reward: str | Mapping[str, float]) -> list[Reward]:
 def require_packages(
     reward: str | Mapping[str, float], has_module: Callable[[str], object] = find_spec, *, fetches: bool = True
 ) -> None:
-    """Find, or fetch by pip where it `fetches`, what our own functions import when they are called.
+    """Find, or fetch by pip where it `fetches`, the packages that our own functions import.
 
     Raises:
         ConfigError: a package is missing and cannot be fetched.

@@ -23,6 +23,8 @@ from megasync.rewards.answers.units import split_unit, units_agree
 
 MAX_CHARACTERS, MAX_PARTS, MAX_DEPTH = 2000, 60, 24  # of an answer; of a longer one only the text is compared
 CHOICE = re.compile(r"(?:(?:option|choice|Option|Choice)\s)?(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?\s*(.*)", re.DOTALL)
+DEGREES = re.compile(r"(-?[\d.]+)\s?°")
+FALLING = re.compile(r"([^<>]+)(>|\\ge(?![a-z]))([^<>]+?)(>|\\ge(?![a-z]))([^<>]+)")
 EQUALS = re.compile(r"(?<![<>:])=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])")
 NAME = re.compile(
     r"\s*(?:\\(?:sin|cos|tan|cot|sec|csc)\s?)?(?:[A-Za-z](?:_\{?[\w ]+\}?)?'*(?:\s?\([^()]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
@@ -167,7 +169,7 @@ def _apart(text: str) -> tuple[str, Notation]:
             if inner.kind == "tuple" and len(names) == len(inner.parts) > 1:  # (x, y) = (1, 2)
                 return "", Notation("list", tuple(f"{each} = {part}" for each, part in zip(names, inner.parts, strict=True)))
             return name, inner
-    return apart.name, apart
+    return "", apart
 
 
 def _same_parts(ours: Notation, theirs: Notation) -> bool:  # noqa: PLR0911 - one return a rule
@@ -208,14 +210,7 @@ def _same_as_one(ours: Notation, theirs: Notation) -> bool:
             else several.brackets[0] + ",".join(several.parts) + several.brackets[1]
         )
         return judge(*((text, joined) if one is ours else (joined, text)), has_bound_variable=len(letters_of(text)) == 1)
-    return several.kind == "matrix" and judge(
-        *(side.parts[0] if side.kind == "one" else _matrix_text(side) for side in (ours, theirs))
-    )
-
-
-def _matrix_text(matrix: Notation) -> str:
-    rows = (matrix.parts[begin : begin + matrix.columns] for begin in range(0, len(matrix.parts), matrix.columns))
-    return "\\begin{pmatrix}" + "\\\\".join("&".join(row) for row in rows) + "\\end{pmatrix}"
+    return False
 
 
 def _same_list(gold: Sequence[str], answer: Sequence[str]) -> bool:
@@ -295,6 +290,10 @@ def _is_label(text: str) -> bool:
 def _same_value(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
     if key(gold) == key(answer):
         return True
+    if FALLING.fullmatch(gold) or FALLING.fullmatch(answer):
+        return judge(_rising(gold), _rising(answer))
+    if ("°" in gold) != ("°" in answer) and "\\pi" in gold + answer:  # of 120° and 2\pi/3
+        return judge(*(DEGREES.sub(r"\\frac{\1 \\pi}{180}", text) for text in (gold, answer)))
     (ours, our_unit, our_factor), (theirs, their_unit, their_factor) = split_unit(gold), split_unit(answer)
     is_percent = "%" in {our_unit, their_unit} and "" in {our_unit, their_unit}
     if not is_percent and not units_agree(our_unit, their_unit):
@@ -318,6 +317,15 @@ def _is_rounded(first: Number, second: Number) -> bool:
     """Equal up to the last decimal of that which has fewer."""
     decimals = [number.decimals for number in (first, second) if number.decimals is not None]
     return abs(first.value - second.value) <= (Fraction(1, 10 ** min(decimals)) if decimals else 0)
+
+
+def _rising(text: str) -> str:
+    """Of 5 > x > 2 the same as 2 < x < 5, which math-verify can read."""
+    if (found := FALLING.fullmatch(text)) is None:
+        return text
+    high, first, middle, second, low = found.groups()
+    signs = {">": "<", "\\ge": "\\le "}
+    return f"{low}{signs[second]}{middle}{signs[first]}{high}"
 
 
 def _same_number(first: Number, second: Number) -> bool:

@@ -22,7 +22,6 @@ from megasync.rewards.answers.units import ANGLE_FUNCTION
 
 MAX_FORMULA = 400  # characters
 MAX_DIGITS = 20_000  # of a number that a formula is worth
-GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|rho|sigma)(?![a-z])")
 UNJUDGED = re.compile(
     r"'|\\ldots|\\(?:text|prime|pmod|cdots|hat|tilde)(?![A-Za-z])|(?<!_)\d\s+\d|(?<![\\A-Za-z])[A-Za-z]\s*\d|\d\s*\\frac.*\\frac\{[^{}]*[a-z]|[:?@#&]"
 )  # parsers drop these
@@ -33,9 +32,9 @@ PROBES = (0.7390851332, 1.3247179572, 0.5671432904, 2.6854520010, 1.1319882487, 
 
 
 def letters_of(text: str) -> set[str]:
-    """The letters that stand for variables, of commands those of Greek letters."""
+    """The letters that stand for variables."""
     text = re.sub(r"\\mathbb\s?\{.\}|\\(?:begin|end)\{[a-z]+\}", " ", text)
-    return {*GREEK.findall(text), *re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))}
+    return set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text)))
 
 
 def judge(gold: str, answer: str, *, has_bound_variable: bool = False) -> bool:

@@ -27,7 +27,6 @@ class Notation:
     parts: tuple[str, ...]
     brackets: str = ""  # of a tuple or an interval
     columns: int = 0
-    name: str = ""  # of the variable that an inequality bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,6 @@ SEPARATOR = re.compile(r"\\[{}]|\\[A-Za-z]+|[,;(){}\[\]]|,?\s(?:and|or|&|as well
 MATRIX = re.compile(r"[\[(]?\s?\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}\s?[\])]?(\^\{?T\}?)?")
 BOTH_SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 FRENCH = re.compile(r"([\[\]])([^\[\]()]*[,;][^\[\]()]*)([\[\]])")
-CHAIN = re.compile(r"(.+?)(<|\\le(?![a-z])|>|\\ge(?![a-z]))(.+?)(?:(<|\\le(?![a-z])|>|\\ge(?![a-z]))(.+))?")
-VARIABLE = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\))\s*")
 DIGITS = r"(?:\d{1,3}(?:[ ,]\d{3})+|\d+)"
 DECIMAL = rf"(?:{DIGITS}(?:\.\d*)?|\.\d+)"
 POWER_OF_TEN = r"(?:[eE]([-+]?\d{1,5})|\s?(?:\\times|\\cdot|\*|x|X)\s?10\s?\^\s?(?:\{\s?([-+]?\d{1,5})\s?\}|([-+]?\d{1,5})))"
@@ -113,8 +110,6 @@ def notation(text: str) -> Notation:  # noqa: PLR0911 - one return a notation
         return Notation("tuple", tuple(parts), text[0] + text[-1])
     if len(parts := re.split(r"\s*\\cup(?![A-Za-z])\s*", text)) > 1:
         return Notation("union", tuple(parts))
-    if (interval := _interval(text)) is not None:
-        return interval
     if BOTH_SIGNS.search(text) and "=" not in text:
         return _both_signs(text)
     return Notation("one", (text,))
@@ -135,30 +130,6 @@ def _matrix(body: str) -> Notation:
     if any(len(row) != columns for row in rows):
         return Notation("one", (body,))
     return Notation("matrix", tuple(cell.strip() for row in rows for cell in row), columns=columns)
-
-
-def _interval(text: str) -> Notation | None:
-    """An inequality that bounds one variable, as an interval."""
-    if "=" in text or (chain := CHAIN.fullmatch(text)) is None:
-        return None
-    first, one, middle, two, last = (part.strip() if part else part for part in chain.groups())
-    is_less = one in {"<", "\\le"}
-    if last is None:
-        if VARIABLE.fullmatch(first) and not VARIABLE.fullmatch(middle):
-            bounds = ("-\\infty", middle) if is_less else (middle, "\\infty")
-        elif VARIABLE.fullmatch(middle) and not VARIABLE.fullmatch(first):
-            bounds, is_less = ((first, "\\infty") if is_less else ("-\\infty", first)), not is_less
-        else:
-            return None
-        name = first if VARIABLE.fullmatch(first) else middle
-        closed = one in {"\\le", "\\ge"}
-        return Notation(
-            "tuple", bounds, ("[" if closed and not is_less else "(") + ("]" if closed and is_less else ")"), name=name
-        )
-    if not VARIABLE.fullmatch(middle) or is_less != (two in {"<", "\\le"}):
-        return None
-    (low, low_sign), (high, high_sign) = ((first, one), (last, two)) if is_less else ((last, two), (first, one))
-    return Notation("tuple", (low, high), ("(" if low_sign in "<>" else "[") + (")" if high_sign in "<>" else "]"), name=middle)
 
 
 def _both_signs(text: str) -> Notation:

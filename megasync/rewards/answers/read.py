@@ -32,7 +32,7 @@ THINKING = re.compile(
     r"|<channel\|>|<\|channel\|>final[^<]{0,40}<\|message\|>|assistantfinal",
     re.IGNORECASE | re.DOTALL,
 )
-SPECIAL_END = re.compile(r"(?:<\|(?!end_of_(?:box|solution))[\w ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\Z")
+SPECIAL_END = re.compile(r"(?:(?:<\|(?!end_of_(?:box|solution))[\w ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\s*)+\Z")
 TAG = re.compile(
     r"(?P<open><(?:final_)?answer(?: [^<>]{0,80})?>|\[ANSWER\]|<\|begin_of_(?:box|solution)\|>)"
     r"|</(?:final_)?answer\s{0,3}>|\[/ANSWER\]|<\|end_of_(?:box|solution)\|>",
@@ -64,7 +64,6 @@ HTML = re.compile(r"</?(?:b|i|u|p|em|strong|span|code|br)\s{0,3}/?>", re.IGNOREC
 CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
 IN_CJK = re.compile(f"[{CJK}]")
-CHINESE_PUNCTUATION = str.maketrans({"，": ", ", "；": "; ", "：": ": ", "（": "(", "）": ")"})
 TOKEN = re.compile(
     r"\$\d[\d,]*(?:\.\d+)?(?=[\s.,;:!?)*]|\Z)|\$\$[^$]{1,500}\$\$|\$[^$\n]{1,500}\$\S{0,20}|\\\(.{1,500}?\\\)\S{0,20}|\\\[.{1,500}?\\\]"
     r"|[(\[](?![^()\[\]]{0,200}[A-Za-z]{3})[^()\[\]\n]{1,200}[)\]]\S{0,20}|\S+"
@@ -81,7 +80,6 @@ FUNCTION_WORDS = frozenset(
 PREFACE = re.compile(r"[^\d$\\]*(?<![A-Za-z])(?:[A-Za-z]{2,}:\s|[A-Za-z]+\s[A-Za-z]{2,}\s+[-$\\(\d])")  # "Total: 5", "I got 5"
 MATH = re.compile(r"[\d\\=^√π∞±≤≥<>∪]|\$.+\$")
 OPERATOR = re.compile(r"[-+*/=<>^≤≥≠±×÷·−∪%]+")
-LETTER = re.compile(r"[b-hj-zB-HJ-Z]")  # a and I are words
 CONNECTOR = frozenset({"and", "or", "&", "和", "或"})
 NOT_EQUAL = re.compile(
     r"(?:not|never|than|least|most|nor|below|above|under|over|.*n't|.*(?:不[是为到]|不等于|并非|[小大]于|超过))", re.IGNORECASE
@@ -98,9 +96,7 @@ def read_answer(text: str, *, in_thinking: bool = False) -> str | None:
     body = after_thinking(text, in_thinking=in_thinking)
     if body is None:
         return None
-    body = body.strip()
-    while (end := SPECIAL_END.search(body, max(0, len(body) - 60))) is not None:
-        body = body[: end.start()].rstrip()
+    body = SPECIAL_END.sub("", body.strip()).rstrip()
     tagged, is_cut = _last_tagged(body)
     if is_cut:
         return _last_boxes(tagged)[0]
@@ -177,7 +173,7 @@ def _last_phrase(text: str) -> str:
         if (display := DISPLAY.match(text, begin)) is not None:
             return (display[1] or display[2]).strip()
         rest = text[begin : begin + 2000].partition("\n")[0]
-        end = next((end.start() for end in SENTENCE_END.finditer(rest) if not _is_inside(rest, end.start())), len(rest))
+        end = next((end.start() for end in SENTENCE_END.finditer(rest) if "$" not in rest[end.start() :]), len(rest))
         if rest[end : end + 1] in {"?", "？"}:
             continue
         found = unmarked(rest[:end])
@@ -187,13 +183,6 @@ def _last_phrase(text: str) -> str:
             return _value(found)
     chosen = CHOSEN.findall(text)
     return chosen[-1] if chosen else ""
-
-
-def _is_inside(text: str, place: int) -> bool:
-    """Between dollars or brackets, or a dot of an abbreviation such as "a.m."."""
-    before = text[:place]
-    is_short = text[place] == "." and re.search(r"(?:\b[ap]\.\s?m|\bsq|\bcu|\bft|\b(?:Rs|St|Dr|Mr|Mrs))\Z", before) is not None
-    return (before.count("$") % 2 == 1 and "$" in text[place:]) or before.count("(") > before.count(")") or is_short
 
 
 def unmarked(text: str) -> str:
@@ -229,21 +218,19 @@ def _last_words(text: str) -> str:
 
 def _last_group(sentence: str) -> str:
     """The last run of numbers, formulas and operators among words, with its unit, and what "and" or "or" joins to it."""
-    tokens = TOKEN.findall(CJK_EDGE.sub(" ", sentence.translate(CHINESE_PUNCTUATION)))
+    tokens = TOKEN.findall(CJK_EDGE.sub(" ", sentence))
     cores = [token.strip("*`\"'.,;:!?") for token in tokens]
     strong = [MATH.search(core) is not None for core in cores]
     end = next((place + 1 for place in reversed(range(len(tokens))) if strong[place]), 0)
     begin = end
     while begin > 0:
         core = cores[begin - 1]
-        if strong[begin - 1] or LETTER.fullmatch(core) or OPERATOR.fullmatch(core):
+        if strong[begin - 1] or OPERATOR.fullmatch(core):
             begin -= 1
         elif core.lower() in CONNECTOR and begin > 1 and (joined := _joined(strong, begin - 2)) is not None:
             begin = joined
         else:
             break
-    while begin < end - 1 and LETTER.fullmatch(cores[begin]) and not OPERATOR.match(cores[begin + 1]):
-        begin += 1  # a letter that only stands before it
     while end < len(tokens) and (
         is_unit(cores[end]) or HALF_DAY.fullmatch(cores[end]) or (IN_CJK.match(cores[end]) and end == begin + 1)
     ):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 
 from megasync.rewards.answers.units import MATH_WORDS
 
@@ -23,11 +24,19 @@ CHARACTERS = str.maketrans(
     | dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060", "")
     | dict.fromkeys("“”„«»「」", '"')
 )
+COMMANDS = {  # LaTeX's: one spelling of those of one meaning
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "\\frac"), **dict.fromkeys(("leq", "leqslant"), "\\le "),
+    **dict.fromkeys(("geq", "geqslant"), "\\ge "), "neq": "\\ne ", "lt": "<", "gt": ">", "langle": "(", "rangle": ")",
+    "lbrace": "\\{", "rbrace": "\\}", **dict.fromkeys(("land", "wedge"), " and "), **dict.fromkeys(("lor", "vee"), " or "),
+    **dict.fromkeys(("infin", "infinity"), "\\infty "), **dict.fromkeys(("varnothing", "O"), "\\emptyset "),
+    **dict.fromkeys(("dots", "cdots", "dotsc", "hdots"), "\\ldots "), **dict.fromkeys(("degree", "textdegree"), "°"),
+    **dict.fromkeys(("quad", "qquad"), " "), **dict.fromkeys(("displaystyle", "limits", "nolimits"), ""),
+}  # fmt: skip
 FRACTIONS = re.compile("[¼½¾⅐-⅞]")
 TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol|bm)\*?\s*\{([^{}]*)\}"
 )
-REPLACED = [
+REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\\$|US\$|USD\s?(?=\d)", "¤"),
@@ -35,35 +44,22 @@ REPLACED = [
         (r"\{:\}|(?<=\d)\s+to\s+(?=\d)", ":"),
         (r"\$([^$]*)\$", r" \1 "),
         (r"\$(?=\s?[\d.])", "¤"),
-        (r"\$", " "),
         (r"(?<!\\)\\[()\[\]]", " "),
         (r"\{\s*,\s*\}|,\s?\\!\s*", "\x01"),  # a separator of thousands for sure
-        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?|\\(?:displaystyle|limits|nolimits|phantom\{[^{}]*\})", ""),
+        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?|\\phantom\{[^{}]*\}", ""),
         (r"\\!", ""),
         (r"\A.*(?:\\(?:therefore|implies|Longrightarrow|Rightarrow)(?![A-Za-z])|[∴⇒])", ""),
-        (r"(?<!\\)\\[,;:> ]|(?<!\\)~|\\q?quad(?![A-Za-z])", " "),
+        (r"(?<!\\)\\[,;:> ]|(?<!\\)~", " "),
         (r"\\%", "%"),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\langle", "("),
-        (r"\\rangle", ")"),
-        (r"\s*\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\\(?:degree|textdegree)(?![A-Za-z])", "°"),
-        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\\\|\\([A-Za-z]+)", lambda found: COMMANDS.get(found[1], found[0])),
+        (r"\s*\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),
         (r"\\frac\s*(\d)", r"\\frac{\1}"),
         (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
-        (r"\\frac\s*\{\s*", r"\\frac{"),
-        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
-        (r"\\leq(?:slant)?(?![A-Za-z])|<=", r"\\le "),
-        (r"\\geq(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
-        (r"\\neq(?![A-Za-z])|\\not\s*=|(?<![\d)!])!=", r"\\ne "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
-        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
-        (r"\\(?:infin|infinity)(?![A-Za-z])|(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
-        (r"\+\s*\\infty", r"\\infty"),
-        (r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\\(?:dots|cdots|dotsc|hdots)(?![A-Za-z])|\.\.\.+", r"\\ldots "),
+        ("<=", r"\\le "),
+        (">=", r"\\ge "),
+        (r"\\not\s*=|(?<![\d)!])!=", r"\\ne "),
+        (r"(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
+        (r"\\\{\s*\\\}", r"\\emptyset "),
         (r"[\"]|``|''", ""),
         (
             r"([¤€£¥₹])\s*(\d[\d,\x01]*(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})(\s*(?:hundred|thousand|million|billion|trillion)\b)?",

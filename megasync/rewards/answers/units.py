@@ -43,7 +43,7 @@ TAIL = re.compile(
     rf"(?P<body>.*?(?:[\d}})\]!]|\\pi|\\infty))(?P<space>\s*)(?P<unit>{NAME}(?:\s*/\s*{NAME}|\s+{NAME})*)\s*\Z", re.DOTALL
 )
 ANGLE_FUNCTION = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-SQUARES = {"square": 2, "squared": 2, "sq": 2, "sq.": 2, "cubic": 3, "cubed": 3, "cu": 3}
+SQUARES = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
 NO_UNITS = frozenset(
     re.split(
         " ",
@@ -66,7 +66,7 @@ def canonical(word: str) -> str | None:
 def is_unit(word: str) -> bool:
     """Whether the word, after a number, belongs to it: a known unit, a part of one, or a power of ten."""
     word = re.sub(r"\^\{?\d\}?\Z|[²³]\Z", "", word)
-    return canonical(word) is not None or word.lower() in MAGNITUDES or word.lower() in SQUARES or word in {"per", "dozen"}
+    return canonical(word) is not None or word.lower() in {*MAGNITUDES, *SQUARES, "per", "/", "dozen"}
 
 
 def split_unit(text: str) -> tuple[str, str, Fraction]:
@@ -104,17 +104,12 @@ def _magnitude(words: list[str]) -> int | None:
 
 def _unit(words: list[str], *, attached: bool) -> str | None:
     """The unit's name, "" without words; None: the words are no unit. `attached`: they follow the number without a space."""
-    if not words:
-        return ""
     names, power, is_known = list[str](), 1, False
     for place, word in enumerate(words):
         bare = re.sub(r"\s?\^\s?\{?(\d)\}?\Z", r"^\1", word)
         base, _, exponent = bare.partition("^")
         if base.lower() in SQUARES and len(words) > 1:
             power = SQUARES[base.lower()]
-            if base.lower() in {"squared", "cubed"} and names:
-                names[-1] += f"^{power}"
-                power = 1
             continue
         if base in {"/", "per", "a", "each"} and place:
             names.append("/")
@@ -130,7 +125,7 @@ def _unit(words: list[str], *, attached: bool) -> str | None:
         power = 1
         names.append((known or base.lower().removesuffix("s")) + (f"^{exponent}" if exponent else ""))
     joined = re.sub(r"° (?=°)", "", " ".join(names).replace(" / ", "/"))
-    return joined if is_known else f"?{joined}"
+    return joined if is_known or not names else f"?{joined}"
 
 
 def _is_noun(word: str, *, attached: bool) -> bool:

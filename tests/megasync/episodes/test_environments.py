@@ -12,7 +12,8 @@ import pytest
 from megasync.config.errors import ConfigError
 from megasync.episodes.environments import play
 from megasync.episodes.task import Task
-from megasync.examples import attempts, calculator, gyms, hanoi, tasks
+from examples import attempts, calculator, gyms, hanoi
+from megasync.data import reasoning_gym as tasks
 from tests.support.episodes import Guess
 from tests.support.samplers import Lines, model_of
 

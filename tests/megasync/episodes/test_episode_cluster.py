@@ -46,11 +46,11 @@ def play_on_both(pool: EpisodePool, prompts: list[str], replica: Replica, on_par
 
     async def all_of_them() -> Told:
         await asked_for_their_parents()
-        while not all(state.is_ready for state in pool.processes.values()):
+        while not all(state.is_ready for state in pool.workers.states.values()):
             await asyncio.sleep(0.05)
         parents = await asked_for_their_parents()
         tasks = [asyncio.ensure_future(pool.run(Task(prompt, (7, 8, 9), "12", seed=3), replica)) for prompt in prompts]
-        assert sorted(bool(process.node) for process in pool.processes) == [False, True]
+        assert sorted(bool(worker.node) for worker in pool.workers.states) == [False, True]
         (other,) = {*parents} - {os.getpid()}
         if on_parents is not None:
             await asyncio.sleep(0.5)

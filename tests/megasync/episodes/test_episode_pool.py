@@ -17,16 +17,14 @@ import psutil
 import pytest
 
 from bridge.generation import GenerationRequest
-from megasync.assets import build_tokenizer
-from megasync.config.errors import ConfigError
+from megasync.tools.assets.command import build_tokenizer
 from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import Asked
-from megasync.episodes.resolve import resolve_episode
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import EpisodeLimitError, Task
-from megasync.episodes.wire import Ask, Ended
-from megasync.rollouts.attempt import Attempt, played_of
+from megasync.episodes.exchange import Ask, EpisodeEnd
+from megasync.rollouts.attempt import Attempt, result_of
 from megasync.rollouts.group import Group
 from tests.support.chat_families import FAMILIES
 
@@ -63,7 +61,7 @@ class Replica:
         return Turn([5] * number, [-0.5] * number, [4] * number, "stop")
 
 
-Told = dict[str, tuple[Ended, list[tuple[Any, Turn]]]]
+Told = dict[str, tuple[EpisodeEnd, list[tuple[Any, Turn]]]]
 
 
 def play(pool: EpisodePool, prompts: list[str], replica: Replica | None = None) -> Told:
@@ -179,7 +177,7 @@ def test_an_environment_that_a_limit_ends_is_cut_off(folder: str) -> None:
         ended, turns = told["any"]
         assert (ended.failure, ended.limit) == (None, "") and ended.reward == 0.25 * is_cut_off * len(turns)
         attempt = Attempt(Group(0, GenerationRequest((7,))), 0, 0, asked={n: Asked(n, 0, 8, ()) for n in ended.kept})
-        assert played_of(attempt, ended, turns).finish_reason == ("length" if is_cut_off else "stop")
+        assert result_of(attempt, ended, turns).finish_reason == ("length" if is_cut_off else "stop")
 
 
 def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
@@ -211,29 +209,11 @@ def test_an_episode_that_nobody_waits_for_ends(folder: str) -> None:
         assert other[0].failure is None
         waiting.cancel()
         begin = time.monotonic()
-        while any(state.episodes for state in pool.processes.values()) and time.monotonic() < begin + 10:
+        while any(state.jobs for state in pool.workers.states.values()) and time.monotonic() < begin + 10:
             await asyncio.sleep(0.05)
-        return sum(len(state.episodes) for state in pool.processes.values())
+        return sum(len(state.jobs) for state in pool.workers.states.values())
 
     try:
         assert asyncio.run(give_up()) == 0
     finally:
         pool.close()
-
-
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
-        ("episode", "is not the name of an episode"),
-        ("no.such.module:episode", "cannot be imported: ModuleNotFoundError"),
-        ("tests.support.episodes:episod", "episod is not in"),
-        ("tests.support.episodes:not_async", "is no async function"),
-        ("tests.support.episodes:one_argument", "cannot be called with a task and a model"),
-        ("tests.support.episodes:NoSteps", "has no methods reset and step"),
-        ("tests.support.episodes:number", "is no async function"),
-    ],
-)
-def test_what_cannot_play_is_refused_before_anything_starts(path: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
-        resolve_episode(path)
-    assert "rollout.episode" in str(caught.value) and "emedy" in str(caught.value)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megasync.assets import build_tokenizer
+from megasync.tools.assets.command import build_tokenizer
 
 LIMIT_SECONDS = 60.0
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megasync.assets import build_tokenizer
+from megasync.tools.assets.command import build_tokenizer
 from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
-from megasync.episodes.record import MOST_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History
+from megasync.episodes.record import MAX_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
-from megasync.episodes.wire import Ask, Ended
+from megasync.episodes.exchange import Ask, EpisodeEnd
 from tests.support.episodes import Walk
 
 NUM_ENDED = 2  # of three turns, when the checkpoint is written
@@ -36,7 +36,7 @@ def _answers_as_ever() -> Iterator[None]:
     Walk.told_to.unlink(missing_ok=True)
 
 
-def play(folder: str, name: str, history: History, num_ended: int = 9) -> tuple[Ended | None, list[Ask]]:
+def play(folder: str, name: str, history: History, num_ended: int = 9) -> tuple[EpisodeEnd | None, list[Ask]]:
     """On from `history`; None where the replica leaves a turn of that number open, and the run ends meanwhile."""
     own = {"episode": f"tests.support.episodes:{name}", "episode_processes": 1}
     pool = EpisodePool(Config(model=ModelConfig(path=folder), data=DataConfig(), rollout=RolloutConfig(**own)))
@@ -49,7 +49,7 @@ def play(folder: str, name: str, history: History, num_ended: int = 9) -> tuple[
             await asyncio.sleep(1000)
         return Turn([5, 6], [-0.5] * 2, [4] * 2, "stop")
 
-    async def run() -> Ended | None:
+    async def run() -> EpisodeEnd | None:
         running = asyncio.create_task(pool.run(Task("1+1=", (7, 8, 9), ""), ask, history))
         opened = asyncio.create_task(is_open.wait())
         await asyncio.wait([running, opened], timeout=100, return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +116,7 @@ def test_a_tool_that_is_called_again_may_say_something_else(folder: str) -> None
 
 def test_a_tool_whose_arguments_json_does_not_have_is_called_again() -> None:
     """Objects that look the same, and long texts that begin alike, may be others."""
-    long = "x" * MOST_ANSWER_CHARACTERS
+    long = "x" * MAX_ANSWER_CHARACTERS
     for asked, now in (({1, 2}, {1, 2}), (f"{long}a", f"{long}b")):
         kept = dict[int, EnvironmentAnswer]()
         first = Answers(send=lambda place, answer, state, is_other, kept=kept: kept.update({place: answer}))  # type: ignore[misc]

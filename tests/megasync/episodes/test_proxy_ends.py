@@ -127,7 +127,7 @@ BAD = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "only text is taken"),
     (MESSAGES, {"messages": [USER], "stop_sequences": 5}, 400, "stop_sequences = 5"),
     (MESSAGES, {"messages": [USER], "mcp_servers": [{}]}, 400, "mcp_servers"),
-    ("/v1/responses", {"input": "x"}, 404, "POST /v1/responses: there is no such thing"),
+    ("/v1/responses", {"input": "x"}, 404, "POST /v1/responses: is not served"),
 ]
 
 

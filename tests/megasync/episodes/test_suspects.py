@@ -17,8 +17,8 @@ from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import History
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
-from megasync.episodes.wire import Ask, Ended
-from megasync.rewards.suspects import divide
+from megasync.episodes.exchange import Ask, EpisodeEnd
+from megasync.workers.suspects import divide, sort_out
 from tests.megasync.episodes.test_episode_pool import Replica, folder, pool_of
 
 assert folder  # the fixture
@@ -48,6 +48,17 @@ def test_the_guilty_are_found_in_few_deaths(num: int, data: st.DataObject) -> No
     assert num_deaths <= len(guilty) * (math.ceil(math.log2(num)) + 1)
 
 
+@given(st.integers(0, 20), st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_each_job_of_a_dead_worker_is_tried_again(num: int, serial: bool, solved: bool, were: bool, data: st.DataObject) -> None:
+    """An innocent one is in no set of suspects, and without a guilty one there is a suspect."""
+    jobs = list(range(num))
+    likely = data.draw(st.sets(st.sampled_from(jobs), max_size=2)) if jobs else set()
+    suspects, innocent = sort_out(jobs, is_serial=serial, is_solved=solved, were_suspects=were, likely=likely)
+    assert sorted([*innocent, *(one for each in suspects for one in each)]) == jobs
+    assert all(suspects) and bool(suspects) == bool(jobs and (not solved or (were and not serial)))
+    assert not serial or suspects in ([], [jobs[:1]])
+
+
 class Once(Replica):
     """Samples no turn again that it has sampled to its end."""
 
@@ -64,18 +75,18 @@ class Once(Replica):
 
 def watched(pool: EpisodePool) -> list[str]:
     """How its processes end, as they do while something is in them."""
-    ends, on_end = list[str](), pool.on_end
+    ends, on_end = list[str](), pool.workers.on_end
 
-    def note(process: Any, how: str, stack: str) -> None:
-        if pool.processes[process].episodes:
+    def note(worker: Any, how: str, stack: str) -> None:
+        if pool.workers.states[worker].jobs:
             ends.append(how)
-        on_end(process, how, stack)
+        on_end(worker, how, stack)
 
-    pool.on_end = note  # type: ignore[method-assign]
+    pool.workers.on_end = note  # type: ignore[method-assign]
     return ends
 
 
-Steps = list[dict[str, Ended]]
+Steps = list[dict[str, EpisodeEnd]]
 
 
 def play(pool: EpisodePool, *steps: list[str], history: dict[str, History] | None = None) -> Steps:
@@ -103,7 +114,7 @@ def among(num: int, *kinds: str) -> list[str]:
     return prompts
 
 
-def failures(told: dict[str, Ended]) -> dict[str, str]:
+def failures(told: dict[str, EpisodeEnd]) -> dict[str, str]:
     return {prompt.partition(":")[0]: ended.failure.what for prompt, ended in told.items() if ended.failure is not None}
 
 

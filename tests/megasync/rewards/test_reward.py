@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megasync.rewards.functions import RewardInput
-from megasync.rewards.program import BadValueError, numbers
+from megasync.rewards.program import numbers
+from megasync.workers.failure import BadValueError
 from megasync.rewards.resolve import REWARDS, Reward, resolve_rewards
 
 

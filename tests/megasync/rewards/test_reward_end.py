@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megasync.config.schema import RolloutConfig
-from megasync.rewards.wire import RewardError
+from megasync.rewards.failures import RewardError
 from megasync.rewards.pool import RewardPool
 from tests.support.config_files import ROOT
 from tests.support.rewards import CASES, children, given, until
@@ -58,7 +58,7 @@ def test_close_ends_what_no_process_has_yet() -> None:
         with RewardPool(RolloutConfig(reward=f"{CASES}:deed")) as pool:
             waiting = asyncio.ensure_future(pool.score(given("good")[0]))
             await asyncio.sleep(0)
-            assert pool.serial.waiting and not pool.serial.processes
+            assert pool.plain.waiting and not pool.plain.states
             pool.close()
             with pytest.raises(RewardError, match="have been closed"):
                 await asyncio.wait_for(waiting, 10)

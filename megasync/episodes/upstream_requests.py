@@ -1,4 +1,4 @@
-"""What a program asks for over HTTP, in whatever protocol. Leaves out the protocols (openai_form.py, anthropic_form.py)."""
+"""A program's HTTP request, in either protocol. Leaves out the protocols (openai_form.py, anthropic_form.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import MessageError, digest
 
-MOST_SAMPLES = 128
+MAX_SAMPLES = 128
 DRAWN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})  # how tokens are drawn
 
 
@@ -36,11 +36,11 @@ class Asked:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self) -> bytes:
-        """Of the whole request: a retry has the same."""
+        """The key of the whole request: a retry has the same."""
         return digest(b"", self.body)
 
     def histories(self) -> list[bytes]:
-        """Keys of its first messages, of its first two, and so on: a request follows up those of which the last is among its."""
+        """Keys of its first message, its first two, and so on: a follow-up request has the last key of the former one."""
         keys = [b""]
         for message in objects(self.body, "messages"):
             keys.append(digest(keys[-1], message))
@@ -99,7 +99,7 @@ class Fields(NamedTuple):
     neutral: Mapping[str, tuple[Any, ...]]  # values that say what holds anyway
 
     def check(self, body: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those that are the run's.
+        """The fields that are the run's.
 
         Raises:
             MessageError: a field that would change the answer, which the policy's server cannot give.

@@ -1,0 +1,80 @@
+"""The limit on a job's time. A serial job that is late ends with its worker; a concurrent one is cancelled first.
+
+The clock stands still while a job waits for the trainer (pool.py). Time in which another job blocks the event loop is given back.
+Leaves out which jobs fail when a worker ends (pool.py).
+"""
+
+from __future__ import annotations
+
+import time
+
+from megasync.workers.job import Job, WorkerState
+from megasync.workers.protocol import Cancel, HeldUp
+
+GRACE_SECONDS = 1.5  # from the cancellation of a job to its end; then its worker is killed
+HELD_SECONDS = 1.0  # a worker that shows no step for longer is blocked; more than program.TICK_SECONDS and less than the grace
+
+
+class TimeLimit:
+    """The limit of all jobs of a pool. `key`: the config key that sets it."""
+
+    def __init__(self, key: str, seconds: float, *, is_serial: bool) -> None:
+        self.key, self.seconds, self.is_serial = key, seconds, is_serial
+
+    def late_text(self) -> str:
+        return f"took longer than {self.key} = {self.seconds:g}"
+
+    def start_clock(self, state: WorkerState, job: Job) -> None:
+        job.stop_clock()
+        job.since = time.monotonic()
+        job.timer = state.worker.loop.call_later(max(0.0, job.left_seconds), self._on_limit, state, job)
+
+    def _on_limit(self, state: WorkerState, job: Job) -> None:
+        """End the job, unless another one has blocked its worker meanwhile."""
+        job.stop_clock()
+        held, holder = _blocked(state, since=job.since)
+        if not self.is_serial and held > HELD_SECONDS and holder != job.number:
+            job.left_seconds = held
+            self.start_clock(state, job)
+            if held > self.seconds / 2:
+                state.end(f"{self.late_text()}, and blocked its process")
+            return
+        job.is_late = True
+        if self.is_serial:
+            state.late = job
+            state.end(self.late_text())
+        else:
+            cancel(state, job)
+
+    def give_back(self, state: WorkerState, held: HeldUp) -> None:
+        """The time in which a job has blocked the worker does not count for the others."""
+        for other in [one for one in state.jobs.values() if one.timer is not None and one.number != held.job]:
+            seconds = min(held.seconds, time.monotonic() - other.since)
+            other.stop_clock()
+            other.left_seconds += seconds
+            self.start_clock(state, other)
+
+
+def cancel(state: WorkerState, job: Job) -> None:
+    """Cancel a concurrent job; its worker is killed if it does not end."""
+    state.worker.send(Cancel(job.number))
+    state.worker.loop.call_later(GRACE_SECONDS, _kill_with, state, job)
+
+
+def _kill_with(state: WorkerState, job: Job) -> None:
+    """Kill the worker of a job that did not end when it was cancelled. Where nothing blocks the worker, the job is guilty."""
+    if state.jobs.get(job.number) is not job or state.ended_by_us:
+        return
+    held, holder = _blocked(state)
+    other = state.jobs.get(holder)
+    if held > HELD_SECONDS and holder != job.number and held < job.limit_seconds and not (other and other.is_late):
+        state.worker.loop.call_later(held, _kill_with, state, job)  # until that one is late itself
+        return
+    state.late = job if held <= HELD_SECONDS else None
+    state.end("did not end when it was cancelled")
+
+
+def _blocked(state: WorkerState, since: float = 0.0) -> tuple[float, int]:
+    """For how long the worker has shown no step, and the number of the job whose step runs; 0: no job's."""
+    begin, number = state.worker.running_job()
+    return time.monotonic() - max(begin, since), number

@@ -1,0 +1,138 @@
+"""One worker process as the trainer holds it: start, send, receive, kill. program.py is what runs in it.
+
+It is a new Python, not a fork: it has nothing of the trainer's (CUDA, Ray, threads, torch) and sees no GPU. The process that is
+started is a subreaper (subreaper.py), which forks the worker and ends all that is below it. Both end with the trainer, however it
+dies: the kernel signals them (PR_SET_PDEATHSIG in man 2 prctl) at the end of the thread that started them, the event loop's.
+Leaves out which job runs where (pool.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any, Protocol
+
+from megasync.workers.failure import describe_exit, user_frames
+from megasync.workers.protocol import RUNNING, Setup, pack, receive
+
+PROGRAM = (
+    "import json, sys; fields = json.loads(sys.argv.pop()); sys.path[:] = fields[0]; "
+    "from megasync.workers.subreaper import main; main(fields)"
+)
+# Few malloc arenas: the many threads of episodes would each reserve 64 MiB of a limited address space.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+STACK_SECONDS = 2.0  # for a worker to write its stack before it is killed; it takes milliseconds on a quiet machine
+POLL_SECONDS = 0.05
+HANGUP_SECONDS = 1.0  # for a worker that closed its socket to end
+MAX_STACK_BYTES = 20_000
+JOIN_SECONDS = 10.0
+
+
+class Owner(Protocol):
+    """Receives the messages and the end of a worker. `how`: a predicate; `stack`: the user's frames, where it was written."""
+
+    def on_message(self, worker: Any, message: Any) -> None: ...
+
+    def on_end(self, worker: Any, how: str, stack: str) -> None: ...
+
+
+class Worker:
+    """Made in the event loop, in which all methods but `kill` and `join` are called.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    node, is_lost = "", False  # on this machine
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner, self.loop = owner, asyncio.get_running_loop()
+        self._writer: asyncio.StreamWriter | None = None
+        self._unsent = bytearray()
+        with contextlib.ExitStack() as unused:
+            self._socket, theirs = map(unused.enter_context, socket.socketpair())
+            self._notes = unused.enter_context(os.fdopen(os.memfd_create("megasync-worker-notes"), "rb", buffering=0))
+            setup = Setup(list(sys.path), os.getpid(), theirs.fileno(), self._notes.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", PROGRAM, json.dumps(setup)],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+                pass_fds=(setup.socket, setup.notes),
+                start_new_session=True,
+            )
+            self._pid_file = unused.enter_context(os.fdopen(os.pidfd_open(self._process.pid), "rb", buffering=0))
+            unused.pop_all()
+        theirs.close()
+        self._task = self.loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Hand over its messages and its end."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._flush()
+        async for message in receive(reader):
+            self.owner.on_message(self, message)
+        exited = asyncio.Event()
+        self.loop.add_reader(self._pid_file, exited.set)
+        self.loop.call_later(HANGUP_SECONDS, self.kill)
+        await exited.wait()
+        self.loop.remove_reader(self._pid_file)
+        how = describe_exit(self._process.wait())
+        stack = user_frames(os.pread(self._notes.fileno(), MAX_STACK_BYTES, RUNNING.size).decode(errors="replace"))
+        self.owner.on_end(self, how, stack)
+        self._writer.close()
+        self._notes.close()
+        self._pid_file.close()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.send_packed(pack(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """One packed message or several. Those of one event-loop iteration are written together."""
+        if not self._unsent:
+            self.loop.call_soon(self._flush)
+        self._unsent += data
+
+    def _flush(self) -> None:
+        if self._writer is not None:  # the connection is open
+            self._writer.write(bytes(self._unsent))
+            self._unsent.clear()
+
+    def running_job(self) -> tuple[float, int]:
+        """time.monotonic() of the begin of the step that runs, and the number of its job; 0: no job's, or none yet."""
+        noted = os.pread(self._notes.fileno(), RUNNING.size, 0)
+        while noted != (again := os.pread(self._notes.fileno(), RUNNING.size, 0)):  # it is being written
+            noted = again
+        begin, number = RUNNING.unpack(noted) if noted else (0.0, 0)
+        return begin, number
+
+    def kill_with_stack(self) -> None:
+        """Kill it once it has written its stack, or after STACK_SECONDS."""
+        if self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+        self.loop.call_later(POLL_SECONDS, self._kill_once_written, RUNNING.size, self.loop.time() + STACK_SECONDS)
+
+    def _kill_once_written(self, former_size: int, deadline: float) -> None:
+        if self._notes.closed:  # it has ended
+            return
+        size = os.fstat(self._notes.fileno()).st_size
+        if RUNNING.size < size == former_size or self.loop.time() > deadline:
+            self.kill()
+        else:
+            self.loop.call_later(POLL_SECONDS, self._kill_once_written, size, deadline)
+
+    def kill(self) -> None:
+        """Kill the worker and all its descendants. From any thread; `on_end` follows."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
+
+    def join(self) -> None:
+        """Wait for the end of a killed worker. From any thread."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(JOIN_SECONDS)

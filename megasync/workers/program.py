@@ -1,0 +1,203 @@
+"""The program of a worker: imports the target of Start, then runs jobs until the trainer hangs up or dies.
+
+Serial jobs are plain calls in the main thread, with no event loop around them, so that signals and `asyncio.run` work in them.
+Concurrent jobs are coroutines in one event loop. Each step of one, from one wait to the next, is noted with its begin, so that
+the trainer knows which job blocks the loop. Leaves out limits on time (limits.py), which are the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megasync.launch.processes import end_with_parent
+from megasync.workers.children import CURRENT_JOB, Children
+from megasync.workers.failure import Failure, failure_of, text_of
+from megasync.workers.protocol import (
+    RUNNING,
+    Begin,
+    Cancel,
+    Ended,
+    HeldUp,
+    Post,
+    Ready,
+    Reply,
+    Request,
+    Setup,
+    Start,
+    Withdraw,
+    pack,
+    read,
+    receive,
+)
+
+OOM_SCORE = "500"  # of 1000: when memory runs out, the kernel ends this process before the trainer
+LONG_STEP_SECONDS = 0.1  # a longer step is reported as HeldUp
+TICK_SECONDS = 0.25  # at most between two notes, while nothing blocks the loop
+
+
+def main(setup: Setup) -> None:
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != setup.parent:
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+    for descriptor in (setup.socket, setup.notes):
+        os.set_inheritable(descriptor, False)
+    os.lseek(setup.notes, RUNNING.size, os.SEEK_SET)
+    faulthandler.enable(setup.notes, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, setup.notes, all_threads=False)
+    connection = socket.socket(fileno=setup.socket)
+    with contextlib.suppress(ConnectionError):  # the trainer has hung up
+        file = connection.makefile("rb")
+        start = read(file)
+        if start is not None and start.is_serial:
+            run_serial(connection, start, iter(partial(read, file), None))
+        elif start is not None:
+            asyncio.run(Concurrent(connection, setup.notes).run(start))
+
+
+def load(start: Start) -> tuple[Any, Ready]:
+    """The function of the jobs, and the message to the trainer."""
+    try:
+        module, _, name = start.target.partition(":")
+        return getattr(importlib.import_module(module), name)(*start.arguments), Ready()
+    except BaseException as error:  # noqa: BLE001 # the trainer reports it
+        return None, Ready(text_of(error))
+
+
+def run_serial(connection: socket.socket, start: Start, messages: Iterator[Begin]) -> None:
+    """Jobs in the order of their Begin; no other message follows."""
+    function, ready = load(start)
+    connection.sendall(pack(ready))
+    for begin in messages if not ready.problem else ():
+        started = time.monotonic()
+        try:
+            value, failure = function(begin.payload), None
+        except BaseException as error:  # noqa: BLE001 # the user's; the trainer reports it
+            value, failure = None, failure_of(error)
+        connection.sendall(pack(Ended(begin.job, value, failure, time.monotonic() - started)))
+
+
+class Caller:
+    """The connection of one concurrent job to the trainer."""
+
+    def __init__(self, jobs: Concurrent, number: int) -> None:
+        self._jobs, self.number, self.num_requests = jobs, number, 0
+
+    async def request(self, message: Any) -> Any:
+        """The trainer's reply. A cancelled request is withdrawn."""
+        request = Request(self.number, self.num_requests, message)
+        self.num_requests += 1
+        reply = self._jobs.replies[request[:2]] = asyncio.get_running_loop().create_future()
+        self._jobs.send(request)
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            self._jobs.send(Withdraw(*request[:2]))
+            raise
+        finally:
+            del self._jobs.replies[request[:2]]
+
+    def post(self, message: Any) -> None:
+        self._jobs.send(Post(self.number, message))
+
+
+class Concurrent:
+    """Runs jobs side by side in the event loop."""
+
+    def __init__(self, connection: socket.socket, notes: int) -> None:
+        self.connection, self.notes = connection, notes
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.replies: dict[tuple[int, int], asyncio.Future[Any]] = {}
+
+    async def run(self, start: Start) -> None:
+        """Until the trainer hangs up."""
+        self.children = Children() if start.ends_children else None
+        self.function, ready = load(start)
+        reader, self.writer = await asyncio.open_unix_connection(sock=self.connection)
+        self.send(ready)
+        await self.writer.drain()
+        self._tick()
+        if not ready.problem:
+            async for message in receive(reader):
+                self._on_message(message)
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.writer.write(pack(message))
+
+    def _on_message(self, message: Begin | Cancel | Reply) -> None:
+        if isinstance(message, Begin):
+            self.tasks[message.job] = asyncio.get_running_loop().create_task(self._run_job(message))
+        elif isinstance(message, Cancel) and message.job in self.tasks:
+            self.tasks[message.job].cancel()
+        elif isinstance(message, Reply):
+            reply = self.replies.get((message.job, message.number))
+            if reply is not None and not reply.done():
+                reply.set_result(message.value)
+
+    async def _run_job(self, begin: Begin) -> None:
+        CURRENT_JOB.set(begin.job)
+        value, failure = None, None
+        try:
+            value = await Steps(self.function(begin.payload, Caller(self, begin.job)), lambda: self._step(begin.job))
+        except BaseException as error:  # noqa: BLE001 # the user's; the trainer reports it
+            failure = failure_of(error)
+            if isinstance(error, asyncio.CancelledError):
+                failure = Failure("was cancelled", failure.details)
+        del self.tasks[begin.job]
+        if self.children is not None:
+            self.children.end(begin.job)
+            if not self.tasks:
+                self.children.end_all()
+        self.send(Ended(begin.job, value, failure))
+
+    @contextlib.contextmanager
+    def _step(self, number: int) -> Iterator[None]:
+        begin = time.monotonic()
+        self._note(number)
+        try:
+            with self.children.of(number) if self.children is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self._note(0)
+            if (seconds := time.monotonic() - begin) > LONG_STEP_SECONDS:
+                self.send(HeldUp(number, seconds))
+
+    def _note(self, number: int) -> None:
+        os.pwrite(self.notes, RUNNING.pack(time.monotonic(), number), 0)
+
+    def _tick(self) -> None:
+        self._note(0)
+        asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+
+class Steps:
+    """Awaits a coroutine; each of its steps, from one wait to the next, runs in the context manager `around()`."""
+
+    def __init__(self, coroutine: Any, around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self.coroutine, self.around = coroutine, around
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        send, throw = self.coroutine.send, self.coroutine.throw
+        step, value = send, None
+        while True:
+            try:
+                with self.around():
+                    waits_for = step(value)
+            except StopIteration as end:
+                return end.value
+            try:
+                value, step = (yield waits_for), send
+            except BaseException as error:  # noqa: BLE001 # raised in the coroutine
+                value, step = error, throw

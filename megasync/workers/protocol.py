@@ -1,0 +1,122 @@
+"""Messages between the trainer and a worker: pickled named tuples, each after its length in 8 bytes.
+
+    writer.write(pack(Begin(7, payload)))
+    async for message in receive(reader): ...
+
+The trainer sends Start, then Begin, Cancel and Reply; the worker sends Ready, then Request, Withdraw, Post, HeldUp and Ended.
+Leaves out the payloads, which are the functions' own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import struct
+from collections.abc import AsyncIterator
+from typing import Any, BinaryIO, NamedTuple
+
+from megasync.workers.failure import Failure
+
+LENGTH = struct.Struct("!Q")
+RUNNING = struct.Struct("dq")  # time.monotonic() of the begin of the current step, and the number of its job; 0: no job
+
+
+class Setup(NamedTuple):
+    """Arguments of a new process, as JSON on its command line."""
+
+    search_path: list[str]  # the trainer's sys.path
+    parent: int
+    socket: int  # inherited descriptors
+    notes: int  # a file for RUNNING, followed by the stack that faulthandler writes on SIGUSR1 and in a crash
+
+
+class Start(NamedTuple):
+    """The first message. `target`, as module:name, is called with the arguments and returns the function of all jobs.
+
+    Serial: a plain function of a payload, called in the main thread without an event loop. Else an async function of a payload
+    and a Caller (program.py), of which many calls run at a time. `ends_children`: processes that a job starts end with it.
+    """
+
+    target: str
+    arguments: tuple[Any, ...]
+    is_serial: bool
+    ends_children: bool
+
+
+class Ready(NamedTuple):
+    """The answer to Start; `problem`: why `target` could not be imported or called, else empty."""
+
+    problem: str = ""
+
+
+class Begin(NamedTuple):
+    job: int  # from 1
+    payload: Any
+
+
+class Cancel(NamedTuple):
+    job: int
+
+
+class Request(NamedTuple):
+    """A question of a job. Its clock is stopped until the Reply."""
+
+    job: int
+    number: int
+    message: Any
+
+
+class Withdraw(NamedTuple):
+    """Nobody waits for the reply to this request any more."""
+
+    job: int
+    number: int
+
+
+class Reply(NamedTuple):
+    job: int
+    number: int
+    value: Any
+
+
+class Post(NamedTuple):
+    """A message of a job without a reply."""
+
+    job: int
+    message: Any
+
+
+class HeldUp(NamedTuple):
+    """A step of the job blocked the event loop, and so all other jobs of the worker, for that long."""
+
+    job: int
+    seconds: float
+
+
+class Ended(NamedTuple):
+    """`seconds`: of a serial job, as the worker measured them."""
+
+    job: int
+    value: Any
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+
+def pack(message: tuple[Any, ...]) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+def read(file: BinaryIO) -> Any:
+    """The next message; None: the other side has hung up."""
+    header = file.read(LENGTH.size)
+    return pickle.loads(file.read(*LENGTH.unpack(header))) if header else None  # noqa: S301 # from a process of ours
+
+
+async def receive(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
+    """Messages, until the other side hangs up."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            header = await reader.readexactly(LENGTH.size)
+            yield pickle.loads(await reader.readexactly(*LENGTH.unpack(header)))  # noqa: S301 # from a process of ours
