@@ -28,9 +28,9 @@ from megasync.config.own_packages import PACKAGES
 from megasync.config.schema import Config
 from megasync.config.shipped import FOLDERS, clone
 from megasync.launch.devices import visible_devices
+from megasync.launch.exit_summary import exit_summary
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.job_server import exit_code, follow_in_thread, stop, submit
-from megasync.launch.last_words import last_words
 from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
 from megasync.launch.processes import REFUSED, code_of, sigterm_as_ctrl_c
 from megasync.launch.ray_cluster import local_cluster
@@ -39,7 +39,7 @@ from megasync.launch.stop_request import forget_former_stop, launched
 from megasync.train import why_done
 
 TRAINER = "megasync.train:main"
-UPLOADED = (*PACKAGES, *sorted({folder.partition("/")[0] for folder in FOLDERS}), "tests")  # they travel to a cluster
+UPLOADED = (*PACKAGES, *sorted({folder.partition("/")[0] for folder in FOLDERS}), "examples", "tests")  # they travel to a cluster
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -125,13 +125,13 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
 
 
 def num_cpus(config: Config, num_ranks: int) -> int:
-    """CPUs that a local cluster claims to have: all processes fit, and share the cores that there are."""
+    """CPUs that a local cluster declares: enough for all processes, which share the machine's cores."""
     replicas = config.rollout.replicas * config.rollout.tensor_parallel
     return max(os.cpu_count() or 1, num_ranks + replicas + 1)
 
 
 def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[int], str], *, wait: bool) -> int:
-    """Submit and, unless told otherwise, follow; with a word of advice where the cluster does not answer or let us in."""
+    """Submit, and follow if `wait`; the error has advice where the cluster does not answer or refuses the user."""
     from ray.exceptions import AuthenticationError
 
     try:
@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
             forget_former_stop(config.run.folder)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     sigterm_as_ctrl_c()  # the job and a local cluster end with this process
-    words = partial(last_words, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))
+    words = partial(exit_summary, config, shlex.join([sys.executable, "-m", "megasync.submit", *argv]))
     try:
         if options.address:
             return submit_to_cluster(options.address, job_arguments, words, wait=not options.no_wait)

@@ -28,22 +28,25 @@ from megasync.checks.own_answers import score_own_answers
 from megasync.checks.preview import preview
 from megasync.checks.unused import unused_keys
 from megasync.config.errors import main_errors
-from megasync.config.files import lock, newest_checkpoint, refuse_going_on
+from megasync.config.files import lock, newest_checkpoint, refuse_if_locked
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.data.load import RunData, load_data
 from megasync.launch import launcher
 from megasync.launch.devices import visible_devices
-from megasync.launch.last_words import COMMAND
+from megasync.launch.exit_summary import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, end_undisturbed, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.launch.stop_request import forget_former_stop, forget_stop_before_launch
-from megasync.reporting.log import read_summary
+from megasync.report.log import read_summary
 
 if TYPE_CHECKING:
+    from megasync.run.heartbeat import Heartbeat
     from megasync.run.replica_start import ReplicaStart
-    from megasync.run.session import Session
+    from megasync.run.rollout_session import RolloutSession
+    from megasync.run.session import Ends, Session
+    from megasync.run.supervised import SupervisedSession
 
 FIRST_ANSWERS = 4  # of each data set, that rewards are tried on before a run starts; --check takes more
 EXAMPLES = """examples:
@@ -125,7 +128,7 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         check_ray(config)
         why = why_done(config)
         if given.check:
-            refuse_going_on(config.run.folder)
+            refuse_if_locked(config.run.folder)
             ask_vllm(config)
     if why:
         print(f"{config.run.folder}: {why}")
@@ -148,9 +151,9 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def why_done(config: Config) -> str:
-    """What to say where a start would find nothing to do; empty where it would.
+    """Why a start has nothing to do; empty where it has.
 
-    All steps, or those that it took to `run.stop_at_accuracy`, what `ending.finish` writes last and the weights are there.
+    All steps, or the ones up to `run.stop_at_accuracy`, are done, and the summary and the exported weights are there.
     """
     run, folder = config.run, config.run.folder
     is_exported = not run.export_hf or (folder / "hf").is_dir()
@@ -188,61 +191,98 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     """Train by a checked config on this rank. Returns the exit code. `data`: None on ranks without; `replicas`: rank 0's."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    from bridge.messages import SyncError
-    from engine.checkpoint import CheckpointError
-    from engine.objective.metrics import NonFiniteError
     from engine.runtime import parallel
-    from megasync.run.canary import CanaryError
     from megasync.run.ending import finish
-    from megasync.run.loop import train_grpo, train_sft
-    from megasync.run.rank_zero import RankZeroError
-    from megasync.run.session import Session
-    from megasync.run.versions import VersionLogWriteError
+    from megasync.run.heartbeat import Heartbeat
+    from megasync.run.session import Ends
 
     rank = int(os.environ.get("RANK", "0"))
-    session, is_well, told = None, False, ""
+    heartbeat, ends = Heartbeat.of_process(config.run.hung_rank_timeout_seconds), Ends()
+    if replicas is not None:
+        ends.callback(replicas.close)
+    session, last_lines = None, ""
     try:
-        with main_errors(speak=rank == 0, of_files=False):  # whose trouble may pass: a restart tries again
-            session = Session(config, data, replicas)
-        (train_sft if config.algorithm.name == "sft" else train_grpo)(session)
-        told = finish(session)
-        is_well = True
+        heartbeat.start()
+        with main_errors(speak=rank == 0, of_files=False):  # errors of files may pass: a restart tries again
+            session = build_session(config, data, replicas, heartbeat, ends)
+        train(session)
+        last_lines = finish(session)
+        ends.is_done = True
     except Exception as error:
         end_undisturbed()  # the other ranks have failed as well, and torchrun ends this one
-        get_error_handler().record_exception(error)  # for the launcher, which says it last
-        known = NonFiniteError | SyncError | RankZeroError | CanaryError | CheckpointError | VersionLogWriteError
-        if not isinstance(error, known) and not (isinstance(error, OSError) and error.errno in DISK_FULL):
+        get_error_handler().record_exception(error)  # for the launcher's last lines
+        if not is_known(error):
             raise
         if rank == 0:
-            at = f"step {session.step + 1}: " if session is not None else ""
-            hint = "\n`megasync doctor CONFIG` looks at this machine" if "did not start" in str(error) else ""
-            print(f"{at}{error}{hint}", file=sys.stderr, flush=True)
-            if session is not None:
-                session.checkpoints.give_up()
-            newest = newest_checkpoint(config.run.folder) if session is not None else None
-            print(f"newest checkpoint: {newest or 'none'}", file=sys.stderr, flush=True)
+            print_failure(config, session, error)
         return 1
     finally:
-        try:
-            if session is not None:
-                close(session, is_done=is_well)
-        finally:
-            if replicas is not None:
-                replicas.close()
+        if not ends.is_done:
+            heartbeat.close()
+        close(ends)
         parallel.shutdown()
-        if session is not None and is_well:
-            session.heartbeat.leave()
-    if told and config.run.progress != "none":
-        print(told, flush=True)  # once all that could say something is down
+        if ends.is_done:
+            heartbeat.leave()
+    if last_lines and config.run.progress != "none":
+        print(last_lines, flush=True)  # after all parts that could write have ended
     return 0
 
 
-def close(session: Session, *, is_done: bool) -> None:
-    """What cannot be written at the end of a run that failed, because the disk is full, does not bury why it did."""
+def build_session(
+    config: Config, data: RunData | None, replicas: ReplicaStart | None, heartbeat: Heartbeat, ends: Ends
+) -> RolloutSession | SupervisedSession:
+    """Complete; collective. Its parts end with `ends`."""
+    if config.algorithm.name == "sft":
+        from megasync.run.supervised import SupervisedSession
+
+        assert data is not None
+        return SupervisedSession(config, data, heartbeat, ends)
+    from megasync.run.rollout_session import RolloutSession
+
+    return RolloutSession(config, data, replicas, heartbeat, ends)
+
+
+def train(session: RolloutSession | SupervisedSession) -> None:
+    """All steps."""
+    from megasync.run.loop import train_grpo, train_sft
+    from megasync.run.supervised import SupervisedSession
+
+    if isinstance(session, SupervisedSession):
+        train_sft(session)
+    else:
+        train_grpo(session)
+
+
+def is_known(error: Exception) -> bool:
+    """Whether its text says enough, without a traceback."""
+    from bridge.messages import SyncError
+    from bridge.replicas.actors import TooFewReplicasError
+    from engine.checkpoint import CheckpointError
+    from engine.objective.metrics import NonFiniteError
+    from megasync.run.canary import CanaryError
+    from megasync.run.rank_zero import RankZeroError
+    from megasync.run.versions import VersionLogWriteError
+
+    known = (NonFiniteError, SyncError, RankZeroError, TooFewReplicasError, CanaryError, CheckpointError, VersionLogWriteError)
+    return isinstance(error, known) or (isinstance(error, OSError) and error.errno in DISK_FULL)
+
+
+def print_failure(config: Config, session: Session | None, error: Exception) -> None:
+    """`session`: None where it could not be built."""
+    step = f"step {session.step + 1}: " if session is not None else ""
+    hint = "\n`megasync doctor CONFIG` looks at this machine" if "did not start" in str(error) else ""
+    print(f"{step}{error}{hint}", file=sys.stderr, flush=True)
+    if session is not None:
+        session.checkpoints.give_up()
+    print(f"newest checkpoint: {newest_checkpoint(config.run.folder) or 'none'}", file=sys.stderr, flush=True)
+
+
+def close(ends: Ends) -> None:
+    """After a failure an error because the disk is full does not hide the cause."""
     try:
-        session.close(is_done=is_done)
+        ends.close()
     except OSError as error:
-        if is_done or error.errno not in DISK_FULL:
+        if ends.is_done or error.errno not in DISK_FULL:
             raise
 
 

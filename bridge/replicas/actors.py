@@ -1,9 +1,15 @@
-"""The Ray actors behind a pool of replicas: which are wanted, asked, started anew, and let go.
+"""The Ray actors behind a pool of replicas: how many are wanted, and the state of each number.
 
-Numbers are the replicas'. Wanted: those that there are to be. Members: those that are asked, and brought to new weights; which
-they are changes in `rejoin` alone, between two syncs. A member that is wanted no more stays one until `dismiss`.
-Leaves out ray.init (the caller's), how actors start, end and are waited for (launched.py), what is asked of them (pool.py) and
-what they do (replica.py).
+                 +------------- lost -------------+
+                 v                                |
+    (new) --> STARTING --> READY -- rejoin --> MEMBER <--> LEAVING -- dismiss --> ENDING --> (the number is free)
+               |    ^
+               v    |
+    LOST: given up, or DEFERRED: the trainer may have the memory
+
+`rejoin` alone changes who the members are, between two syncs. Threads end actors and start others, one thread a number.
+Leaves out ray.init (the caller's), how actors start, end and are waited for (launched.py), calls of them (pool.py) and what an
+actor does (replica.py).
 """
 
 from __future__ import annotations
@@ -12,6 +18,8 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Self
 
 import torch
@@ -23,15 +31,57 @@ from bridge.replicas.launched import CLOSE_SECONDS, UNSTARTED_CLOSE_SECONDS, Act
 START_ATTEMPTS = 3  # of a replica
 
 
+class State(Enum):
+    """Where a number stands. A number without a state has no actor."""
+
+    STARTING = "starting"  # in a thread, which ends a former actor first
+    DEFERRED = "deferred"  # on shared devices: `rejoin` starts it, once the trainer has given its memory up
+    READY = "ready"  # started; waits for `rejoin`
+    MEMBER = "member"  # generates and takes part in syncs
+    LEAVING = "leaving"  # a member that is not wanted any more, until `dismiss`
+    ENDING = "ending"  # in a thread
+    LOST = "lost"  # wanted, but START_ATTEMPTS starts failed
+
+
+TRANSITIONS: dict[State, set[State]] = {
+    State.STARTING: {State.READY, State.DEFERRED, State.LOST},
+    State.DEFERRED: {State.STARTING},
+    State.READY: {State.MEMBER, State.ENDING},
+    State.MEMBER: {State.STARTING, State.LEAVING},
+    State.LEAVING: {State.MEMBER, State.ENDING},
+    State.ENDING: set(),
+    State.LOST: {State.STARTING},
+}
+PRESENT = (State.MEMBER, State.LEAVING)
+
+
 class TooFewReplicasError(RuntimeError):
-    """Fewer replicas run than are needed, and no more came in time."""
+    """Fewer than `rollout.min_replicas` replicas run, and no more came within `rollout.restart_timeout_seconds`."""
+
+
+@dataclass
+class Numbered:
+    """One number: its state, its actor while it has one, and its newest thread."""
+
+    state: State
+    actor: ReplicaActor | None = None
+    thread: threading.Thread | None = None
+    problem: str = ""  # why the last start failed
+
+    def become(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def take_actor(self) -> ReplicaActor | None:
+        actor, self.actor = self.actor, None
+        return actor
 
 
 def choose_wanted(count: int, there: Collection[int], starting: Collection[int], taken: Collection[int]) -> set[int]:
-    """Which `count` replicas there are to be. Pure.
+    """The numbers of the `count` replicas that are wanted. Pure.
 
-    Those that are `there` first, then those that are `starting`, each the lowest first; then new ones by the lowest numbers that
-    are free. `taken`: numbers of others that are still ending.
+    First the replicas that are `there`, then those `starting`, each the lowest first; then the lowest free numbers. `taken`:
+    numbers that cannot be given out, such as those of replicas that are ending.
     """
     known = [*sorted(there), *sorted(set(starting) - set(there))]
     free = (number for number in itertools.count() if number not in known and number not in taken)
@@ -44,14 +94,9 @@ class ReplicaActors(ActorLauncher):
     def __init__(self, config: ReplicaConfig, num_replicas: int) -> None:
         super().__init__(config)
         self.wanted: set[int] = set(range(num_replicas))
-        self.members: list[int] = []
-        self._actors: dict[int, ReplicaActor] = {}  # without those that are not there
-        self._fresh: dict[int, ReplicaActor] = {}  # started in the background, until they rejoin
-        self._restarts: dict[int, threading.Thread] = {}
-        self._endings: dict[int, threading.Thread] = {}  # of those that are let go
-        self._deferred: list[int] = []  # to be started by `rejoin`
-        self._start_problems: dict[int, str] = {}  # the last one of each
-        self._changes = threading.Lock()  # of what is wanted, beside threads that start replicas
+        self.members: list[int] = []  # since the last `rejoin`; some may be lost by now
+        self._replicas: dict[int, Numbered] = {}
+        self._lock = threading.RLock()  # of `wanted` and all states
 
     @classmethod
     def start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
@@ -67,7 +112,7 @@ class ReplicaActors(ActorLauncher):
 
     @classmethod
     def begin_start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
-        """As `start`, without waiting: `finish_start` does, and tells what went wrong meanwhile. `close` ends it before.
+        """As `start`, without waiting: `finish_start` waits and raises errors. `close` ends it before.
 
         Raises:
             RuntimeError: others have the room of a node.
@@ -77,179 +122,189 @@ class ReplicaActors(ActorLauncher):
         if torch.cuda.is_available() and not config.devices and (problem := actors.room_problem(num_replicas)):
             raise ValueError(problem)
         try:
-            actors._begin_launch(range(num_replicas), serves_folder=True)
+            actors._begin_all(range(num_replicas))
         except BaseException:
             actors.close()
             raise
         return actors
 
+    def _begin_all(self, replicas: Iterable[int]) -> dict[int, ReplicaActor]:
+        launched = self._begin_launch(list(replicas), serves_folder=True)
+        self._replicas = {replica: Numbered(State.STARTING, actor) for replica, actor in launched.items()}
+        return launched
+
     def finish_start(self) -> None:
-        """Wait for those of `begin_start`. Raises as `start`.
+        """Wait for the actors of `begin_start`. Raises as `start`.
 
         Where one is killed meanwhile, all start again, START_ATTEMPTS times at most. On devices that the trainer shares vLLM
-        starts only now, without room for both, or once more, where it was not enough.
+        starts only now if there is no room for both, and once more if the memory was not enough.
         """
-        starting = dict(self._starting)
+        launched = {replica: own.actor for replica, own in self._replicas.items() if own.actor is not None}
         try:
             for attempt in range(1, START_ATTEMPTS + 1):
                 try:
-                    self._actors = self._finish_launch(starting)
+                    self._finish_launch(launched)
                     break
                 except RuntimeError as error:
                     is_short = attempt == 1 and self.config.has_room and "memory" in str(error).lower()
-                    is_tried_again = is_short or (isinstance(error, ReplicaDiedError) and not places.lost_ray())
-                    if self._is_closed or attempt == START_ATTEMPTS or not is_tried_again:
+                    may_pass = is_short or (isinstance(error, ReplicaDiedError) and not places.lost_ray())
+                    if self._is_closed or attempt == START_ATTEMPTS or not may_pass:
                         raise
                     failed = f"the replicas did not start, attempt {attempt} of {START_ATTEMPTS}"
-                    self._untold.append(f"{failed}; it is tried again: {str(error).splitlines()[0]}")
-                starting = self._begin_launch(list(starting), serves_folder=True)
+                    self._notes.append(f"{failed}; they are started again: {str(error).splitlines()[0]}")
+                launched = self._begin_all(launched)
         except BaseException:
+            self._replicas.clear()
             self._release(*self._groups)
             raise
-        self.members = sorted(self._actors)
+        self._take_as_members(launched)
+
+    def _take_as_members(self, started: dict[int, ReplicaActor]) -> None:
+        self._replicas = {replica: Numbered(State.MEMBER, actor) for replica, actor in started.items()}
+        self.members = sorted(started)
 
     def room_problem(self, num_replicas: int) -> str:
-        """Why Ray has no room for so many replicas in all, of GPUs, or without any of CPUs; empty where it has."""
+        """Why Ray has no room for so many replicas in all, on GPUs, or on CPUs where there are none; empty where it has."""
         kind = "GPU" if torch.cuda.is_available() else "CPU"
         free = places.free_resources(kind, besides=[group.id.hex() for group in self._groups.values()])
         return places.room_problem(free, num_replicas, self.config.tensor_parallel, kind)
 
-    # ------------------------------------------------------------------------------------------------ how many there are to be
+    def _numbers(self, *states: State) -> set[int]:
+        return {replica for replica, own in list(self._replicas.items()) if own.state in states}
+
+    @property
+    def _actors(self) -> dict[int, ReplicaActor]:
+        """Of the replicas that are there."""
+        known = list(self._replicas.items())
+        return {replica: own.actor for replica, own in known if own.state in PRESENT and own.actor is not None}
+
+    # ------------------------------------------------------------------------------------------------ how many are wanted
 
     def scale(self, num_replicas: int, without: Iterable[int] = ()) -> None:
-        """So many are wanted from now on, none of `without` among them.
+        """Want so many replicas from now on, none of `without` among them.
 
-        Those that are missing start in the background and come with a `rejoin`; members that are wanted no more go on until they
-        are dismissed.
+        Missing ones start in the background and come with a `rejoin`; members that are not wanted stay until they are dismissed.
         """
-        with self._changes:
-            alive = {replica for replica, thread in self._restarts.items() if thread.is_alive()}
-            starting = alive | self._fresh.keys() | set(self._deferred)
-            keep, taken = self._actors.keys() - set(without), {*self._endings, *without}
-            self.wanted = choose_wanted(num_replicas, keep, starting - set(without), taken)
-            unwanted = self._fresh.keys() - self.wanted
-            gone = {replica: self._fresh.pop(replica) for replica in unwanted}
-            for replica in self.wanted - self._actors.keys() - starting:
-                self._start_problems.pop(replica, None)
-                self._restarts[replica] = threading.Thread(target=self._start_again, args=(replica,), daemon=True)
-                self._restarts[replica].start()
-            used = self.wanted | self._actors.keys() | self._endings.keys() | self._starting.keys()
-            self._release(*(self._groups.keys() - used - unwanted))  # of those that never started
-            for replica, actor in gone.items():
-                self._let_go(replica, actor)
+        with self._lock:
+            there, ending = self._numbers(*PRESENT), self._numbers(State.ENDING)
+            starting = self._numbers(State.STARTING, State.DEFERRED, State.READY)
+            excluded = set(without)
+            self.wanted = choose_wanted(num_replicas, there - excluded, starting - excluded, ending | excluded)
+            for replica in self.wanted - self._replicas.keys():
+                self._replicas[replica] = Numbered(State.LOST)
+            for replica, own in list(self._replicas.items()):
+                if replica not in self.wanted:
+                    self._unwant(replica)
+                elif own.state is State.LEAVING:
+                    own.become(State.MEMBER)
+                elif own.state is State.LOST:
+                    own.problem = ""
+                    self._begin_thread(replica, State.STARTING)
+
+    def _unwant(self, replica: int) -> None:
+        """The thread of one that is starting finds out by itself. The caller has the lock."""
+        own = self._replicas[replica]
+        if own.state is State.MEMBER:
+            own.become(State.LEAVING)
+        elif own.state is State.READY:
+            self._begin_thread(replica, State.ENDING)
+        elif own.state in (State.LOST, State.DEFERRED):
+            self._forget(replica)
+
+    def _forget(self, replica: int) -> None:
+        del self._replicas[replica]
+        self._release(replica)
 
     @property
     def leaving(self) -> set[int]:
-        """Those that are there and wanted no more."""
-        return self._actors.keys() - self.wanted
+        """Members that are not wanted any more."""
+        return self._numbers(State.LEAVING)
 
     @property
     def given_up(self) -> dict[int, str]:
-        """Why replicas that are wanted did not start, of those that nobody starts any more."""
-        waiting = {replica for replica, thread in self._restarts.items() if thread.is_alive()} | self._fresh.keys()
-        problems = list(self._start_problems.items())
-        return {replica: told for replica, told in problems if replica in self.wanted - waiting - self._actors.keys()}
+        """Why wanted replicas did not start, of those that are not tried again."""
+        return {replica: self._replicas[replica].problem for replica in self._numbers(State.LOST)}
 
     def hosts(self) -> dict[int, str]:
         """The host name of each replica that is there."""
         return {replica: actor.host for replica, actor in self._actors.items()}
 
-    def dismiss(self, *replicas: int, seconds: float = CLOSE_SECONDS) -> None:
-        """Let these go, in the background; `rejoin` takes them out of the members."""
-        with self._changes:
-            for replica in replicas:
-                if (former := self._actors.pop(replica, None)) is not None:
-                    self._let_go(replica, former, seconds)
-
-    def _let_go(self, replica: int, former: ReplicaActor, seconds: float = CLOSE_SECONDS) -> None:
-        """In the background. The caller has the lock: its number is not given out before it has ended."""
-
-        def end() -> None:
-            try:
-                self._end([former], seconds)
-                self._release(replica)
-            except Exception as error:  # noqa: BLE001 # said by who asks for problems
-                self._untold.append(f"replica {replica} could not be ended: {error}")
-            finally:
-                self._endings.pop(replica, None)
-
-        self._endings[replica] = threading.Thread(target=end, daemon=True)
-        self._endings[replica].start()
-
-    # ------------------------------------------------------------------------------------------------ started anew
+    def dismiss(self, *replicas: int) -> None:
+        """End these replicas, which are leaving, in the background; `rejoin` takes them out of the members."""
+        with self._lock:
+            for replica in self._numbers(State.LEAVING) & set(replicas):
+                self._begin_thread(replica, State.ENDING)
 
     def replace(self, *replicas: int) -> None:
-        """New actors in the place of those that failed or died, in the background: they wait for `rejoin`, and generate after the
-        next publish. Nothing where that has begun already.
-
-        One that is wanted no more is only ended. On devices that the trainer shares they start within `rejoin`, since now the
-        trainer may have the memory.
+        """Start new actors for replicas that failed or died, in the background: they wait for `rejoin`, and generate after the
+        next publish. A replica that is being replaced already is left alone; one that is leaving is only ended.
         """
-        for replica in replicas:
-            if replica not in self.wanted:
-                self.dismiss(replica, seconds=UNSTARTED_CLOSE_SECONDS)
-                continue
-            with self._changes:
-                former = self._actors.pop(replica, None)
-                if former is not None and not self._is_closed:
-                    self._restarts[replica] = threading.Thread(target=self._replace, args=(replica, former), daemon=True)
-                    self._restarts[replica].start()
+        with self._lock:
+            for replica in self._numbers(*PRESENT) & set(replicas) if not self._is_closed else ():
+                is_leaving = self._replicas[replica].state is State.LEAVING
+                next_state = State.ENDING if is_leaving else State.STARTING
+                self._begin_thread(replica, next_state, UNSTARTED_CLOSE_SECONDS)  # it may hang
 
-    def _replace(self, replica: int, former: ReplicaActor) -> None:
-        try:
-            self._end([former], seconds=UNSTARTED_CLOSE_SECONDS)  # it may be hung
-        except Exception as error:  # noqa: BLE001 # Ray may be gone: starting tells
-            self._untold.append(f"replica {replica} could not be ended: {error}")
-        if self.config.shares_devices:
-            self._deferred.append(replica)
-        else:
-            self._start_again(replica)
+    # ------------------------------------------------------------------------------------------------ the thread of a number
 
-    def _start_again(self, replica: int) -> None:
-        """START_ATTEMPTS times at most, for as long as it is wanted and Ray is there."""
-        for attempt in range(1, START_ATTEMPTS + 1):
-            if self._is_closed or not self._is_still_wanted(replica):
-                return
-            if lost := places.lost_ray():
-                self._start_problems[replica] = lost
-                return
+    def _begin_thread(self, replica: int, state: State, seconds: float = CLOSE_SECONDS) -> None:
+        """STARTING or ENDING. `seconds`: for the former actor, if there is one, to end. The caller has the lock."""
+        own = self._replicas[replica]
+        own.become(state)
+        own.thread = threading.Thread(target=self._work, args=(replica, own.take_actor(), seconds), daemon=True)
+        own.thread.start()
+
+    def _work(self, replica: int, former: ReplicaActor | None, seconds: float) -> None:
+        """End the former actor; start another unless it is ENDING. A number that is not wanted any more goes."""
+        own, reached = self._replicas[replica], State.DEFERRED
+        if former is not None:
             try:
-                started = self._launch([replica], serves_folder=False)
-            except Exception as error:  # noqa: BLE001 # said by who misses it
-                self._start_problems[replica] = str(error)
+                self._end([former], seconds)
+            except Exception as error:  # noqa: BLE001 # Ray may be gone: a start says so
+                self._notes.append(f"replica {replica} could not be ended: {error}")
+        if own.state is State.STARTING and not (former is not None and self.config.shares_devices):
+            reached = self._start_again(replica, own)
+        with self._lock:
+            if own.state is State.ENDING:
+                self._forget(replica)
+                return
+            own.become(reached)
+            if replica not in self.wanted:
+                self._unwant(replica)
+
+    def _start_again(self, replica: int, own: Numbered) -> State:
+        """READY, or LOST: after START_ATTEMPTS, without Ray, or where it is not wanted any more."""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            lost = places.lost_ray()
+            if lost or self._is_closed or replica not in self.wanted:
+                own.problem = lost or own.problem
+                break
+            try:
+                launched = self._begin_launch([replica], serves_folder=False)
+                own.actor = launched[replica]
+                self._finish_launch(launched)
+            except Exception as error:  # noqa: BLE001 # raised by `rejoin` where too few are left
+                own.actor, own.problem = None, str(error)
                 then = "it is tried again" if attempt < START_ATTEMPTS else "the run goes on without it"
                 failed = f"replica {replica} did not start, attempt {attempt} of {START_ATTEMPTS}"
-                self._untold.append(f"{failed}; {then}: {error}")
+                self._notes.append(f"{failed}; {then}: {error}")
             else:
-                self._is_still_wanted(replica, started[replica])
-                return
-        self._is_still_wanted(replica)
+                return State.READY
+        return State.LOST
 
-    def _is_still_wanted(self, replica: int, started: ReplicaActor | None = None) -> bool:
-        """Else its thread ends, and who wants it again starts another one. `started`: waits for `rejoin`, or is ended."""
-        with self._changes:
-            if replica not in self.wanted:
-                self._restarts.pop(replica, None)
-                if started is None:
-                    self._release(replica)
-                else:
-                    self._let_go(replica, started)
-                return False
-            if started is not None:
-                self._fresh[replica] = started
-            return True
+    # ------------------------------------------------------------------------------------------------ between two syncs
 
-    def take_untold(self) -> list[str]:
-        """What was not told yet: notes of replicas that started, errors of those that did not start anew."""
-        told, self._untold = self._untold, []
-        return told
+    def drain_notes(self) -> list[str]:
+        """Notes since the last call: of replicas that started, and errors of those that did not."""
+        drained, self._notes = self._notes, []
+        return drained
 
     def rejoin(self, at_least: int, seconds: float) -> bool:
-        """Let those that were started anew be members, once `at_least` so many of those wanted are there; whether any came or
-        went. One that was lost and is there again is another process under the same number: it has come.
+        """Make replicas that are ready members, once `at_least` so many wanted ones are there; whether any came or went. A
+        replica that was lost and has started again is another process under the same number: it has come.
 
         Raises:
-            TooFewReplicasError: there were not within `seconds`, with the errors of those that did not start; or Ray is lost.
+            TooFewReplicasError: too few came within `seconds`, with the errors of the starts; or Ray is lost.
         """
         deadline = time.monotonic() + seconds
         self.wait_for_ends()
@@ -257,46 +312,57 @@ class ReplicaActors(ActorLauncher):
         while True:
             if lost := places.lost_ray():
                 raise TooFewReplicasError(lost)
-            threads = list(self._restarts.values())
-            is_hopeless = not any(thread.is_alive() for thread in threads)  # before the count, which they raise
-            num_there = len(self.wanted & (self._actors.keys() | self._fresh.keys()))
-            if num_there >= at_least:
-                break
+            with self._lock:
+                num_there = len(self._numbers(State.READY, State.MEMBER))
+                if num_there >= at_least:
+                    return self._join()
+                is_hopeless = not self._numbers(State.STARTING)
             if is_hopeless or time.monotonic() > deadline:
-                problems = [f"replica {replica}: {text}" for replica, text in self._start_problems.items()]
+                problems = [f"replica {replica}: {own.problem}" for replica, own in self._replicas.items() if own.problem]
                 there = f"{num_there} of {len(self.wanted)} replicas run, {at_least} are needed"
                 late = f"the others did not start within {seconds:g} s (rollout.restart_timeout_seconds)"
                 raise TooFewReplicasError("; ".join([there, *(problems or [late])]))
             time.sleep(0.1)
-        come = list(self._fresh)
-        for replica in come:
-            self._actors[replica] = self._fresh.pop(replica)
+
+    def _join(self) -> bool:
+        ready = self._numbers(State.READY)
+        for replica in ready:
+            self._replicas[replica].become(State.MEMBER)
         former, self.members = self.members, sorted(self._actors)
-        return bool(come) or former != self.members
+        return bool(ready) or former != self.members
 
     def wait_for_ends(self) -> None:
-        """On devices that the trainer shares: of those that are to be replaced, which have memory there until then."""
-        for thread in list(self._restarts.values()) if self.config.shares_devices else ():
-            thread.join(CLOSE_SECONDS)
+        """On devices that the trainer shares: until lost replicas, which have memory there, have ended."""
+        if self.config.shares_devices:
+            self._wait_for_threads(self._numbers(State.STARTING))
+
+    def _wait_for_threads(self, replicas: Iterable[int], seconds: float | None = CLOSE_SECONDS) -> None:
+        for replica in replicas:
+            own = self._replicas.get(replica)
+            if own is not None and own.thread is not None:
+                own.thread.join(seconds)
 
     def _start_deferred(self) -> None:
-        """All at once, since the trainer has given the devices up."""
-        deferred = [self._deferred.pop() for _ in list(self._deferred)]
-        threads = [threading.Thread(target=self._start_again, args=(replica,), daemon=True) for replica in deferred]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        """All at once, and wait: the trainer has given the devices up."""
+        with self._lock:
+            deferred = self._numbers(State.DEFERRED)
+            for replica in deferred:
+                self._begin_thread(replica, State.STARTING)
+        self._wait_for_threads(deferred, None)
 
     def close(self) -> None:
         """Stop everything, the engines' processes too. Safe to repeat."""
         self._is_closed = True
-        self._end([*self._actors.values(), *self._fresh.values(), *self._starting.values()])
-        for thread in (*list(self._restarts.values()), *list(self._endings.values())):
-            thread.join(CLOSE_SECONDS)
-        self._end(list(self._fresh.values()))
-        self._actors, self._fresh = {}, {}
+        self._end_all()
+        self._wait_for_threads(list(self._replicas))
+        self._end_all()  # started meanwhile
+        self._replicas.clear()
         self._release(*self._groups)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            actors = [own.take_actor() for own in self._replicas.values()]
+        self._end([actor for actor in actors if actor is not None])
 
     def _call(
         self, method: Callable[[Any], Any], timeout: float | None, replicas: Sequence[int] | None = None, what: str = "a call"
@@ -305,9 +371,9 @@ class ReplicaActors(ActorLauncher):
         return self.gather([method(actor.handle) for actor in self._chosen(chosen)], timeout, chosen, what)
 
     def _chosen(self, replicas: Sequence[int] | None = None) -> list[ReplicaActor]:
-        """The actors of these replicas, None: of all members. RuntimeError where one was not started again."""
-        chosen = self.members if replicas is None else replicas
-        missing = [replica for replica in chosen if replica not in self._actors]
+        """The actors of these replicas, None: of all members. RuntimeError where one was lost and did not start again."""
+        chosen, actors = self.members if replicas is None else replicas, self._actors
+        missing = [replica for replica in chosen if replica not in actors]
         if missing:
             raise RuntimeError(f"replica {missing[0]} is not there: it was to be restarted and did not start")
-        return [self._actors[replica] for replica in chosen]
+        return [actors[replica] for replica in chosen]

@@ -1,4 +1,4 @@
-"""What one AsyncLLM generates: requests handed in as a batch, held or begun anew when weights change, each token's version kept.
+"""The requests of one AsyncLLM: handed in as a batch, held or restarted when weights change, with the version of each token.
 
 Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm/serving/).
 
@@ -64,7 +64,7 @@ class Generator:
         *,
         returns_experts: bool = False,
     ) -> None:
-        """`serving` gives the version that is served and whether an adapter is, or raises; `explain` an error's better form."""
+        """`serving` returns the served version and whether an adapter is served, or raises; `explain` returns a better error."""
         self.lock = asyncio.Lock()
         self.is_busy = False  # with weights
         self._engine, self._index, self.on_update = engine, index, on_update
@@ -75,7 +75,7 @@ class Generator:
         self._held: set[str] = set()  # of these, those that a pause holds
         self._ended: list[Ended] = []  # for `collect`
         self._newest_collect = 0  # the highest number of a call of it that is known here
-        self._again: list[Ended] = []  # by an update: they begin anew after it
+        self._again: list[Ended] = []  # ended by an update: they restart after it
         self._problem: Exception | None = None
         self._has_news, self._is_open, self._is_no_sync_waiting = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._is_open.set()
@@ -161,7 +161,7 @@ class Generator:
     async def pause(self, *, drain: bool = False) -> None:
         """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held.
 
-        What has no token yet begins anew: with the weights that the update brings, in their own prefix cache.
+        Requests without tokens restart with the new weights, in their own prefix cache.
         """
         self._is_open.clear()
         await self._unless_dead(api.pause(self._engine, PAUSE_MODES["drain" if drain else self.on_update]))
@@ -172,7 +172,7 @@ class Generator:
             self._live[name].marks.append((counts[name], self._live[name].version))
 
     async def resume(self) -> None:
-        """What is held goes on under the version that is served now."""
+        """Held requests continue under the version that is served now."""
         version, _ = self._serving()
         for name in self._held & self._live.keys():  # the output of others is on its way to us
             self._live[name].version = version
@@ -253,7 +253,7 @@ class Generator:
             live.answer.set_result((output.request_id, live, output))
 
     async def _begin_again(self) -> None:
-        """What updates ended, together, under the new weights."""
+        """Restart the requests that updates ended, together, under the new weights."""
         while self._again:
             await self._is_open.wait()
             again, self._again = self._again, []

@@ -1,7 +1,7 @@
-"""Actors of replicas are launched, all at once, and ended with all of their processes; waiting for what they answer.
+"""Actors of replicas: launched all at once, ended with all of their processes, and waited for.
 
-A wait has a limit, or goes on as long as they give signs of life; who is named when it ends. Leaves out which replicas there are
-to be, and who is asked (actors.py), and which node one is on (places.py).
+A wait has a limit, or lasts as long as they give signs of life; its error names the replicas that did not answer. Leaves out
+which replicas are wanted (actors.py) and on which nodes they are (places.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 SIGN_SECONDS = 5.0  # for an actor that is to close to give a sign of life
 RAY_SECONDS = 5.0  # for Ray to kill one
 PING_SECONDS = 1.0
-# What vLLM says of an engine that a signal has ended while it started (vllm/v1/engine/utils.py:wait_for_engine_startup).
+# vLLM's text where a signal has ended an engine while it started (vllm/v1/engine/utils.py:wait_for_engine_startup).
 KILLED = re.compile(r"Failed core proc\(s\): \{.*: -\d+")
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
@@ -44,7 +44,7 @@ class ReplicaDiedError(RuntimeError):
 
 
 def no_answer(replicas: Sequence[int], what: str, seconds: float) -> str:
-    """Who is waited for, with what."""
+    """The error of a wait."""
     return f"{name_replicas(replicas)} gave no answer for {seconds:g} s to {what}"
 
 
@@ -96,7 +96,7 @@ def wait_while_alive(calls: Mapping[int, Any], ask: Callable[[int], Any], limit_
 
 
 def _is_silent(ping: Any, sent_seconds: float, limit_seconds: float) -> bool:
-    """For too long: the actor, or its vLLM, which it tells."""
+    """For too long: the actor, or, by its answer, its vLLM."""
     if ray.wait([ping], timeout=0)[0]:
         return bool(gather([ping])[0] > limit_seconds)
     return time.monotonic() - sent_seconds > limit_seconds
@@ -126,20 +126,15 @@ class ActorLauncher:
 
     def __init__(self, config: ReplicaConfig) -> None:
         self.config = config
-        self._starting: dict[int, ReplicaActor] = {}
         self._is_closed = False
-        self._untold: list[str] = []  # notes and errors of replicas
+        self._notes: list[str] = []  # notes and errors of replicas
         self._groups: dict[int, Any] = {}  # the placement group of each replica, on several nodes
 
     def _release(self, *replicas: int) -> None:
-        """Their places are others'."""
+        """Their places are free for others."""
         for replica in replicas:
             if (group := self._groups.pop(replica, None)) is not None:
                 remove_placement_group(group)
-
-    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
-        """Started actors by number; where one does not start, none is left."""
-        return self._finish_launch(self._begin_launch(replicas, serves_folder=serves_folder))
 
     def _begin_launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
         """Actors by number, that start by themselves. On devices that they share with the trainer, if there is no room for both,
@@ -155,21 +150,21 @@ class ActorLauncher:
             if replica in self._groups:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._groups[replica], 0)
             handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)
-            actors[replica] = self._starting[replica] = ReplicaActor(handle)
+            actors[replica] = ReplicaActor(handle)
             if self.config.shares_devices and not self.config.has_room:
                 handle.load.remote()
             else:
                 actors[replica].started = handle.start.remote()
         return actors
 
-    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> dict[int, ReplicaActor]:
-        """The same, once all have started; where one does not start, none is left."""
+    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> None:
+        """Wait until all have started; where one does not start, none is left."""
         try:
             pids = self._wait_for_start([actor.started or actor.handle.start.remote() for actor in actors.values()])
             hosts = self.gather([actor.handle.host.remote() for actor in actors.values()])
             names = self.gather([actor.handle.host_name.remote() for actor in actors.values()])
             notes = self.gather([actor.handle.notes.remote() for actor in actors.values()])
-            self._untold += [f"replica {replica}: {note}" for replica, of_it in zip(actors, notes, strict=True) for note in of_it]
+            self._notes += [f"replica {replica}: {note}" for replica, of_it in zip(actors, notes, strict=True) for note in of_it]
             for actor, pid, host, name in zip(actors.values(), pids, hosts, names, strict=True):
                 actor.pid, actor.is_here, actor.host = pid, host == processes.host_identity(), name
                 if actor.is_here:
@@ -178,10 +173,6 @@ class ActorLauncher:
         except BaseException:
             self._end(list(actors.values()))
             raise
-        finally:
-            for replica in actors:
-                self._starting.pop(replica, None)
-        return actors
 
     def _wait_for_start(self, refs: list[Any]) -> list[int]:
         """The actors' process ids. The first error ends the wait for the others."""
@@ -200,10 +191,10 @@ class ActorLauncher:
         return self.gather(refs)
 
     def _end(self, actors: list[ReplicaActor], seconds: float = CLOSE_SECONDS) -> None:
-        """Ask nicely, for so long, then kill, then wait until the processes are gone; their children end with them (api.py).
+        """Ask to close, wait `seconds`, kill, then wait until the processes are gone; their children end with them (api.py).
 
-        Who gives no sign of life, such as on a node that is cut off, is not waited for. Ray may be gone before: torchrun sends
-        SIGTERM to the process group of a rank, which its Ray is in. Then nobody else kills an actor.
+        Actors without a sign of life, such as on a node that is cut off, are not waited for. Ray may be gone before: torchrun
+        sends SIGTERM to the process group of a rank, and its Ray is in it. Then nobody else kills an actor.
         """
         if not actors:
             return

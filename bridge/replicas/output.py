@@ -1,4 +1,4 @@
-"""What a replica's processes write: kept in a file without a name, for when vLLM fails and its own error is what counts.
+"""The output of a replica's processes, kept in a file without a name for the error where vLLM fails.
 
 Leaves out what vLLM logs where it does not fail.
 

@@ -23,7 +23,7 @@ SHARE_OF_CPU = 0.01  # a bundle must hold something: without GPUs a little of a 
 
 
 def free_resources(kind: str, besides: Collection[str] = ()) -> dict[str, int]:
-    """Of `kind`, GPU or CPU, by node: Ray's, without those that placement groups hold; actors of other runs may be on some.
+    """Ray's GPUs or CPUs (`kind`) that no placement group holds, by node; actors of other runs may use some.
 
     `besides`: ids of placement groups, in hexadecimal digits, whose part counts as free.
     """
@@ -99,7 +99,7 @@ def num_nodes() -> int:
 def let_gloo_reach_others() -> None:
     """In a process on one of several nodes: gloo takes the interface of the address by which Ray reaches this node.
 
-    By itself it takes that of the host's name, which may be the loopback. What the user has set stays.
+    By default it takes that of the host's name, which may be the loopback. A value that the user has set stays.
     """
     if num_nodes() == 1:
         return

@@ -117,7 +117,7 @@ class ReplicaPool(ReplicaActors):
         return [host for host in hosts for _ in range(self.config.tensor_parallel)]
 
     def pause(self) -> None:
-        """No new requests; running ones are waited for, held, or ended to begin anew (`ReplicaConfig.on_update`).
+        """No new requests; running ones are waited for, held, or restarted (`ReplicaConfig.on_update`).
 
         They take as long as they take, for as long as vLLM gives signs of life.
 
@@ -130,7 +130,7 @@ class ReplicaPool(ReplicaActors):
     def sleep(self, *, keep_weights: bool) -> None:
         """Give device memory up; waits for running requests. `pause`, or `wake` where weights were kept, ends it.
 
-        Members that are lost have given theirs up once they have ended; one that fails at it is lost, too, and is started anew.
+        Lost members release theirs when they end; a member that fails here is lost, too, and is restarted.
         """
         calls, ask = self._after_sent("sleep", self._present_members(), keep_weights=keep_weights)
         for replica, call in calls.items():
@@ -139,7 +139,7 @@ class ReplicaPool(ReplicaActors):
         self.wait_for_ends()
 
     def wake(self) -> None:
-        """Generate again with the weights that were kept; who fails at it is lost, and is started anew."""
+        """Generate again with the weights that were kept; a member that fails here is lost, and is restarted."""
         calls = {replica: actor.handle.resume.remote() for replica, actor in self._present_members().items()}
         for replica, call in calls.items():
             with self._replacing(replica):
@@ -147,16 +147,16 @@ class ReplicaPool(ReplicaActors):
 
     @contextmanager
     def _replacing(self, replica: int) -> Iterator[None]:
-        """Start the replica anew in the place of raising RuntimeError; `take_untold` tells why."""
+        """Restart the replica instead of raising RuntimeError; `drain_notes` has the reason."""
         try:
             yield
         except RuntimeError as error:
-            self._untold.append(f"replica {replica} is lost, and is started anew: {error}")
+            self._notes.append(f"replica {replica} is lost and is restarted: {error}")
             self.replace(replica)
 
     def _present_members(self) -> dict[int, ReplicaActor]:
         """The members that were not lost."""
-        return {replica: actor for replica, actor in list(self._actors.items()) if replica in self.members}
+        return {replica: actor for replica, actor in self._actors.items() if replica in self.members}
 
     def _after_sent(
         self, method: str, actors: Mapping[int, ReplicaActor], **options: Any
@@ -186,7 +186,7 @@ class ReplicaPool(ReplicaActors):
         return refs
 
     def _own(self, message: BeginSync) -> Iterator[tuple[ReplicaActor, BeginSync]]:
-        """Each replica's actor and message; the manifest goes to those that do not hold it."""
+        """Each replica's actor and message; the manifest is sent only to replicas that do not hold it."""
         width = self.config.tensor_parallel
         for place, (replica, actor) in enumerate(zip(self.members, self._chosen(), strict=True)):
             first = place * width
@@ -203,7 +203,7 @@ class ReplicaPool(ReplicaActors):
             )
 
     def raise_if_failed(self, refs: list[Any], seconds: float = 0.0) -> list[int]:
-        """The members whose reference is not done within `seconds`; raises the first error among those that are."""
+        """The members whose reference is not done within `seconds`; raises the first error of the others."""
         finished, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
         if finished:
             self.gather(finished)
@@ -216,9 +216,9 @@ class ReplicaPool(ReplicaActors):
         self._call(lambda actor: actor.resume.remote(), CONTROL_SECONDS, replicas, "resume")
 
     def abort(self, timeout: float = CONTROL_SECONDS) -> tuple[list[int], list[int]]:
-        """Leave the sync everywhere, all at once; the replicas that are out of service now, and those that wait for another sync.
+        """Leave the sync on all replicas at once; returns the replicas out of service, and the ones that wait for another sync.
 
-        Who gives no answer within `timeout` seconds is out of service, too.
+        A replica that does not answer within `timeout` seconds is out of service, too.
         """
         refs = {replica: actor.handle.abort.remote(self._num_pauses) for replica, actor in self._present_members().items()}
         if refs:
@@ -248,7 +248,7 @@ class ReplicaPool(ReplicaActors):
         return max((host for host, _ in sizes), default=0), max((device for _, device in sizes), default=0)
 
     def sync_spans(self) -> list[list[StageSpan]]:
-        """What the last sync's time went to, replica by replica."""
+        """Stages of the last sync, by replica."""
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
     def read_digests(self, timeout: float, replicas: Sequence[int] | None = None) -> dict[int, dict[str, int]]:

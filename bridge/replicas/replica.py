@@ -41,7 +41,7 @@ class Replica:
         self.version: int | None = FOLDER_VERSION if serves_folder else None
         self._state = ReplicaState.SERVING
         self._failure = ""
-        self._num_calls = 0  # of generate, score and trace, all, also of those that failed
+        self._num_calls = 0  # of generate, score and trace, also failed ones
         self._in_sync = False  # the lock is held for a sync, or asleep
         self._last_aborted = 0  # number of the last pause whose sync was aborted
         self._is_torn = False  # weights of several versions, after a sync that broke off
@@ -51,7 +51,7 @@ class Replica:
         self._engine: Any = None
 
     async def load(self) -> None:
-        """Import what `start` needs, for those that cannot start yet; what goes wrong there `start` tells."""
+        """Import the modules of `start`, where it has to wait; `start` raises their errors."""
         with suppress(Exception):
             api.import_engine()
 
@@ -67,8 +67,8 @@ class Replica:
             with self._output.capture(), api.noticing_failure(self._output.text):
                 self._engine = api.build_engine(self.config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
-            told = f"{error}\n{self._output.summary()}"
-            raise RuntimeError(f"vLLM did not start for replica {self.index}: {told}") from None
+            text = f"{error}\n{self._output.summary()}"
+            raise RuntimeError(f"vLLM did not start for replica {self.index}: {text}") from None
         if self.config.returns_experts and routing.is_captured():
             await self._engine.collective_rpc("megasync_capture_experts")
         self._generator = Generator(
@@ -84,7 +84,7 @@ class Replica:
         return os.getpid()
 
     async def notes(self) -> list[str]:
-        """What its processes noted while they started."""
+        """Notes of its processes while they started."""
         return find_notes(self._output.text())
 
     async def host(self) -> str:
@@ -177,7 +177,7 @@ class Replica:
             raise
 
     async def _wake(self, kinds: list[str]) -> None:
-        """Get these kinds of memory back, those that were given up."""
+        """Get these kinds of memory back, as far as they were given up."""
         wanted = [kind for kind in kinds if kind in self._given_up]
         if wanted:
             await api.wake(self._engine, wanted)
@@ -250,7 +250,7 @@ class Replica:
         return self._state
 
     async def sync_spans(self) -> list[StageSpan]:
-        """What the last sync's time went to in here, for the timeline."""
+        """Stages of the last sync in this replica, for the timeline."""
         return self._spans.taken
 
     async def loader_fallback(self) -> dict[str, str]:
@@ -296,8 +296,8 @@ class Replica:
     def _require_service(self) -> None:
         self._notice_death()
         if self._state is ReplicaState.FAILED:
-            restart = "restart it (ReplicaPool.restart) and publish again"
-            raise RuntimeError(f"replica {self.index} is out of service ({self._failure}); {restart}")
+            remedy = "replace it (ReplicaPool.replace) and publish again"
+            raise RuntimeError(f"replica {self.index} is out of service ({self._failure}); {remedy}")
 
     def _require_not_aborted(self, number: int) -> None:
         if number <= self._last_aborted:

@@ -1,15 +1,30 @@
-"""What generates a batch: from prompts to rewarded samples.
+"""What generates a batch, on rank 0: from prompts to rewarded samples.
 
-rollout.py     the samples of a run: prompts, rewards, batches
-stream.py      the stream of groups, in a thread beside the trainer
-loop_thread.py  an event loop in a thread of its own
-dispatch.py    groups on their way to the replicas and back
+Components, each with one purpose. Only Rollouts is known to the trainer, and only RolloutStream changes groups:
+
+    Rollouts        makes groups of prompts and batches of groups; owns the stream and the records
+    RolloutStream   groups from admission to batch; reads all events, and owns the components below
+    EventThread     an asyncio loop in a thread, with the queue of events
+    Dispatcher      hands groups to replicas; puts SamplesFinished, ReplicaLost, NotServing, RequestRefused
+    Episodes        plays the members of groups; puts TurnAsked, EpisodeEnded
+    Scorer          rewards of samples, which the stream puts as SamplesScored
+
+Dispatcher, Episodes and Scorer know neither the stream nor each other: their tasks end in events.
+
+rollout.py     Rollouts
+stream.py      RolloutStream
+events.py      EventThread, and the events
+dispatch.py    Dispatcher
+turns.py       Episodes
+attempt.py     one attempt at an episode
+scoring.py     Scorer
 scheduler.py   which groups begin, where, and which make a batch: pure functions
-turns.py       episodes of a group's members, whose turns are handed out; samples of their branches, metrics
-attempt.py     one of these at an episode, and its turns as groups
-group.py       a prompt with its samples; which go on in a resumed run, and those whose rewards are all equal
-progress.py    what a checkpoint keeps of all that
-records.py     what was trained, a file a step, from which it can be sampled again
-requests.py    what a replica is asked, a reward gets, and samples.jsonl keeps of one example and its tokens
+group.py       a prompt with its samples, or one turn of an episode
+progress.py    groups in a checkpoint, as a file
+restore.py     which of these a resumed run continues
+records.py     trained groups, a file a step, from which they can be sampled again
+requests.py    requests to replicas, inputs of rewards, lines of samples.jsonl
+samples.py     samples for the trainer
+metrics.py     metrics of a batch
 evaluation.py  mean reward, avg@k and pass@k on held-out sets
 """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megasync.config.schema import Config
     from megasync.data.load import RunData
     from megasync.data.prompts import Prompts
-    from megasync.episodes.task import Played
+    from megasync.episodes.task import EpisodeResult
 
 HELD_OUT = "held_out"  # in samples.jsonl the name of data.eval's file, where it is one
 
@@ -43,7 +43,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an evaluation found: metrics, and lines of samples.jsonl without their step."""
+    """Metrics of an evaluation, and lines of samples.jsonl without their step."""
 
     metrics: dict[str, float]
     lines: list[dict[str, Any]]
@@ -69,7 +69,7 @@ def requests_of(evaluation: Evaluation, prompts: Prompts, run_seed: int) -> list
 def outcome_of(
     evaluation: Evaluation,
     prompts: Prompts,
-    completions: list[list[Completion | Played]],
+    completions: list[list[Completion | EpisodeResult]],
     rewards: list[list[float]],
     num_lines: int,
 ) -> Outcome:

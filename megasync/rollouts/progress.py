@@ -1,7 +1,7 @@
-"""How far a run has come with its prompts, as a file in a checkpoint: what was begun and not trained, with its tokens.
+"""How far a run has come with its prompts, as a file in a checkpoint: groups that had begun and were not trained, with tokens.
 
-save_progress writes the file, load_progress reads it. An episode is kept as its branches, with how each turn was asked for and
-what its environment answered; of one that goes on there are the turns that have ended.
+save_progress writes the file, load_progress reads it. An episode is kept as its branches, with the request of each turn and the
+answers of its environment; of an unfinished one the turns that have ended.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from bridge.generation import TOKEN_ARRAYS, Completion
+from bridge.generation import NO_EXPERTS, TOKEN_ARRAYS, Completion
 from engine.resume import instead
 from megasync.config.errors import ConfigError
 from megasync.data.data import PromptOrder
 from megasync.episodes.record import EnvironmentAnswer, TurnRecord
 from megasync.episodes.segments import Branch
-from megasync.episodes.task import Played
+from megasync.episodes.task import EpisodeResult
 
 OF_EPISODES = (
     *("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "num_prompt", "num_held"),
@@ -43,14 +43,14 @@ class SavedSample:
     """A sample that has ended; its reward is NaN where there was none yet."""
 
     index: int  # in its group
-    completion: Completion | Played
+    completion: Completion | EpisodeResult
     reward: float
-    is_over: bool = True  # false: an episode that goes on
+    is_over: bool = True  # false: an unfinished episode
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A prompt that has begun and is not trained. The digests tell whether it is asked, and scored, as it was then."""
+    """A prompt that has begun and is not trained. Equal digests: it is asked, and scored, as it was then."""
 
     key: int  # its ordinal
     samples: tuple[SavedSample, ...] = ()
@@ -79,10 +79,11 @@ def save_progress(folder: Path, progress: Progress) -> None:
     )
 
 
-def packed(groups: Sequence[SavedGroup]) -> dict[str, Any]:
-    """As arrays by name; texts are bytes of JSON."""
+def packed(groups: Sequence[SavedGroup], *, with_experts: bool = True) -> dict[str, Any]:
+    """As arrays by name; texts are bytes of JSON. `with_experts`: also the experts of each token."""
     pairs = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
     done = [piece for _, sample in pairs for piece in _pieces(sample.completion)]
+    experts = [completion.routed_experts if with_experts else NO_EXPERTS for completion in done]
     return {
         "groups": np.array([(one.key, one.request_digest, one.reward_digest) for one in groups], np.int64).reshape(-1, 3),
         "places": np.array([place for place, _ in pairs], np.int64),
@@ -94,24 +95,24 @@ def packed(groups: Sequence[SavedGroup]) -> dict[str, Any]:
         "token_ids": _joined([completion.token_ids for completion in done], np.int32),
         "log_probs": _joined([completion.log_probs for completion in done], np.float32),
         "weight_versions": _joined([completion.weight_versions for completion in done], np.int32),
-        "expert_shapes": np.array([completion.routed_experts.shape for completion in done], np.int64).reshape(-1, 3),
-        "expert_bytes": np.array([completion.routed_experts.itemsize for completion in done], np.int64),
-        "routed_experts": _joined([_bytes(completion.routed_experts) for completion in done], np.uint8),
+        "expert_shapes": np.array([rows.shape for rows in experts], np.int64).reshape(-1, 3),
+        "expert_bytes": np.array([rows.itemsize for rows in experts], np.int64),
+        "routed_experts": _joined([_bytes(rows) for rows in experts], np.uint8),
         **_of_episodes([sample.completion for _, sample in pairs]),
     }
 
 
-def _pieces(done: Completion | Played) -> list[Completion]:
-    """What has tokens: the response, or each branch of an episode from its first token on."""
+def _pieces(done: Completion | EpisodeResult) -> list[Completion]:
+    """The response, or each branch of an episode from its first token on."""
     if isinstance(done, Completion):
         return [done]
     names = (*TOKEN_ARRAYS, "finish_reason", "routed_experts")
     return [Completion(*(getattr(branch, name) for name in names)) for branch in done.branches]
 
 
-def _of_episodes(done: Sequence[Completion | Played]) -> dict[str, Any]:
+def _of_episodes(done: Sequence[Completion | EpisodeResult]) -> dict[str, Any]:
     """Arrays that are there where samples are episodes."""
-    played = [one for one in done if isinstance(one, Played)]
+    played = [one for one in done if isinstance(one, EpisodeResult)]
     if not played:
         return {}
     texts = [json.dumps({name: getattr(one, name) for name in (*OF_EPISODES, *RECORDED)}).encode() for one in played]
@@ -125,7 +126,7 @@ def _of_episodes(done: Sequence[Completion | Played]) -> dict[str, Any]:
     }
 
 
-def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Played]:
+def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[EpisodeResult]:
     """Of the branches' pieces."""
     masks = np.split(data["masks"], np.cumsum([len(piece.token_ids) for piece in pieces])[:-1]) if pieces else []
     rows = zip(pieces, data["prompt_lengths"].tolist(), masks, strict=True)
@@ -138,7 +139,7 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Played
         fields = json.loads(text[begin:end])
         fields["turns"] = tuple(TurnRecord(*row)._replace(stop=tuple(row[-1])) for row in fields["turns"])
         fields["answers"] = tuple(EnvironmentAnswer(*row) for row in fields["answers"])
-        yield Played(tuple(branches[place : place + number]), **fields)
+        yield EpisodeResult(tuple(branches[place : place + number]), **fields)
         place += number
 
 
@@ -159,7 +160,7 @@ def load_progress(folder: Path) -> Progress | None:
         order = order_of(data["order"].tolist()) if "order" in data else None
         return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data), order)
     except UNREADABLE as error:
-        remedy = f"go on with the version that wrote it. {instead(folder)}"
+        remedy = f"continue with the version that wrote it. {instead(folder)}"
         message = f"{path}: cannot be read: {type(error).__name__}: {error}; it is damaged, or another version wrote it"
         raise ConfigError(message, remedy=remedy) from error
 

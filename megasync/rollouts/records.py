@@ -1,7 +1,7 @@
-"""Records of what was trained: a file for each step, from which `megasync replay` samples it again. No torch in here.
+"""Records of trained groups: a file for each step, from which `megasync replay` samples it again. No torch in here.
 
 runs/NAME/episodes/step_00000001.npz holds compressed NumPy arrays, of numbers and of bytes of JSON. A file is written once its
-step is trained, under another name first; what a resumed run trains again replaces its former record. Leaves out routed experts.
+step is trained, atomically; a step that a resumed run trains again replaces its former record. Leaves out routed experts.
 
     records = Records(run_folder, first_step=0)
     records.write(1, groups, {"episode": identity})
@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bridge.generation import NO_EXPERTS, Completion, GenerationRequest
+from bridge.generation import Completion, GenerationRequest
 from megasync.config.errors import ConfigError
 from megasync.config.files import EPISODES, write_atomically
-from megasync.episodes.task import Played
+from megasync.episodes.task import EpisodeResult
 from megasync.rollouts.group import Group
-from megasync.rollouts.progress import UNREADABLE, SavedGroup, SavedSample, packed, unpacked
+from megasync.rollouts.progress import UNREADABLE, SavedGroup, packed, unpacked
 
 NAME = re.compile(r"step_(\d{8})\.npz")
 HEAD = "head"
@@ -40,13 +39,13 @@ class RecordedGroup:
 
     key: int  # its ordinal in the run
     request: GenerationRequest
-    members: Mapping[int, Completion | Played]
+    members: Mapping[int, Completion | EpisodeResult]
     rewards: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What step `step`, counted from 1, was trained on. `head`: what else the run said of itself."""
+    """The groups of step `step`, counted from 1. `head`: other fields of the run."""
 
     step: int
     groups: tuple[RecordedGroup, ...]
@@ -68,7 +67,8 @@ class Records:
     def write(self, step: int, groups: Sequence[Group], head: Mapping[str, Any]) -> None:
         self.wait()
         path = self.folder / f"step_{step:08}.npz"
-        self._writing = self._thread.submit(_write, path, StepRecord(step, tuple(map(_of_group, groups)), head))
+        head = {"step": step, "requests": [asdict(group.request) for group in groups], **head}
+        self._writing = self._thread.submit(_write, path, [group.saved() for group in groups], head)
 
     def wait(self) -> None:
         """Until all is on the disk.
@@ -81,7 +81,7 @@ class Records:
             writing.result()
 
     def close(self) -> None:
-        """What is being written is finished first. Safe after any failure."""
+        """Waits for the file that is being written. Safe after any failure."""
         self._thread.shutdown()
 
 
@@ -108,34 +108,15 @@ def load_record(path: Path) -> StepRecord:
         raise ConfigError(f"{path}: cannot be read as a record: {type(error).__name__}: {error}", remedy=remedy) from error
 
 
-def _of_group(group: Group) -> RecordedGroup:
-    pairs = zip(group.completions, group.rewards, strict=True)
-    done = {member: (one, reward) for member, (one, reward) in enumerate(pairs) if one is not None}
-    members = {member: _without_experts(one) for member, (one, _) in done.items()}
-    rewards = {member: math.nan if reward is None else reward for member, (_, reward) in done.items()}
-    return RecordedGroup(group.key, group.request, members, rewards)
-
-
-def _without_experts(done: Completion | Played) -> Completion | Played:
-    if isinstance(done, Completion):
-        return replace(done, routed_experts=NO_EXPERTS)
-    return replace(done, branches=tuple(replace(branch, routed_experts=NO_EXPERTS) for branch in done.branches))
-
-
-def _write(path: Path, record: StepRecord) -> None:
-    groups = [
-        SavedGroup(one.key, tuple(SavedSample(member, done, one.rewards[member]) for member, done in one.members.items()))
-        for one in record.groups
-    ]
-    head = {"step": record.step, "requests": [asdict(one.request) for one in record.groups], **record.head}
+def _write(path: Path, groups: Sequence[SavedGroup], head: Mapping[str, Any]) -> None:
     file = io.BytesIO()
-    arrays = packed(groups) | {HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8)}
+    arrays = packed(groups, with_experts=False) | {HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8)}
     np.savez_compressed(file, **arrays)
     write_atomically(path, file.getvalue())
 
 
-def _group(saved: SavedGroup, told: dict[str, Any]) -> RecordedGroup:
-    tuples = {name: tuple(told[name]) for name in ("prompt_ids", "stop", "stop_token_ids")}
+def _group(saved: SavedGroup, request: dict[str, Any]) -> RecordedGroup:
+    tuples = {name: tuple(request[name]) for name in ("prompt_ids", "stop", "stop_token_ids")}
     members = {sample.index: sample.completion for sample in saved.samples}
     rewards = {sample.index: sample.reward for sample in saved.samples}
-    return RecordedGroup(saved.key, GenerationRequest(**told | tuples), members, rewards)
+    return RecordedGroup(saved.key, GenerationRequest(**request | tuples), members, rewards)

@@ -1,4 +1,4 @@
-"""One example on its way: what a replica is asked for it, what the reward gets of an answer, and its line in samples.jsonl.
+"""One example on its way: its request to a replica, the input of its reward, and its line in samples.jsonl.
 
 The trainer's log-probs of a line's tokens are added once the batch was trained on. Leaves out who asks and when (rollout.py,
 evaluation.py). No torch in here.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from bridge.generation import Completion, GenerationRequest, Sampling
 from megasync.config.data_section import TRAIN_SET
 from megasync.data.data import Example
-from megasync.episodes.task import Played, Task
+from megasync.episodes.task import EpisodeResult, Task
 from megasync.rewards.answers.read import opens_thinking
 from megasync.rewards.functions import RewardInput
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SEED_STRIDE = 1_000_003
 PROMPT_END_TOKENS = 32  # in which <think> and the like stand, whatever the tokenizer makes of them
-MAX_LOGGED_TOKENS = 1024  # of a response, or a branch; what there is of each token is left out after these
+MAX_LOGGED_TOKENS = 1024  # of a response, or a branch; further tokens have no fields of their own
 
 
 def training_sampling(rollout: RolloutConfig) -> Sampling:
@@ -67,7 +67,7 @@ def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: i
 
 
 def task_of(prompts: Prompts, example: Example, request: GenerationRequest) -> Task:
-    """What the members of a group play."""
+    """For the members of a group."""
     ids, seed = request.prompt_ids, request.seed
     turns = tuple((turn["role"], turn.get("content") or "") for turn in prompts.turns(example))
     return Task(example.prompt, ids, example.answer, example.extra, seed, turns=turns, line=example.line)
@@ -95,7 +95,12 @@ def digest_of(value: object) -> int:
 
 
 def reward_inputs(
-    example: Example, completions: Sequence[Completion | Played], texts: Sequence[str], max_tokens: int, *, thinking: bool = False
+    example: Example,
+    completions: Sequence[Completion | EpisodeResult],
+    texts: Sequence[str],
+    max_tokens: int,
+    *,
+    thinking: bool = False,
 ) -> list[RewardInput]:
     """`texts`: of the completions, of episodes of their last turns; `thinking`: the prompt began it."""
     return [
@@ -103,11 +108,12 @@ def reward_inputs(
             prompt=example.prompt,
             response=text,
             answer=example.answer,
-            num_tokens=len(completion.final_ids if isinstance(completion, Played) else completion.token_ids),
+            num_tokens=len(completion.final_ids if isinstance(completion, EpisodeResult) else completion.token_ids),
             max_tokens=max_tokens,
             extra=example.extra,
             line=example.line,
             thinking=thinking,
+            place=example.place,
         )
         for completion, text in zip(completions, texts, strict=True)
     ]
@@ -119,11 +125,11 @@ def begins_thinking(prompts: Prompts, example: Example) -> bool:
 
 
 def sample_line(
-    prompts: Prompts, example: Example, completion: Completion | Played, reward: float, of: str = TRAIN_SET
+    prompts: Prompts, example: Example, completion: Completion | EpisodeResult, reward: float, of: str = TRAIN_SET
 ) -> dict[str, Any]:
     """A line of samples.jsonl without its step; `versions` are the oldest and the newest of the response's tokens."""
     common = {"set": of, "line": example.line, "prompt": prompts.prompt_text(example)}
-    if isinstance(completion, Played):
+    if isinstance(completion, EpisodeResult):
         return common | episode_line(prompts, completion, answer=example.answer, reward=reward)
     return {
         **common,
@@ -136,17 +142,17 @@ def sample_line(
     }
 
 
-def token_fields(prompts: Prompts, done: Completion | Played) -> dict[str, Any]:
+def token_fields(prompts: Prompts, done: Completion | EpisodeResult) -> dict[str, Any]:
     """Of the first MAX_LOGGED_TOKENS tokens of a response, and of the sampled pieces of an episode's branches.
 
     Their texts, special tokens included; vLLM's log-probs; and their versions as runs, [version, number of tokens] each.
     """
-    if isinstance(done, Played):
+    if isinstance(done, EpisodeResult):
         return {"branches": [pieces(prompts, branch, with_tokens=True) for branch in done.branches]}
     return _fields(prompts, done.token_ids, done.log_probs, done.weight_versions, 0)
 
 
-def episode_line(prompts: Prompts, played: Played, *, answer: str, reward: float) -> dict[str, Any]:
+def episode_line(prompts: Prompts, played: EpisodeResult, *, answer: str, reward: float) -> dict[str, Any]:
     """With its branches as pieces of text, each sampled or given; the response is what follows the first branch's prompt."""
     versions = [branch.weight_versions[branch.is_sampled] for branch in played.branches]
     first = played.branches[0].token_ids[played.branches[0].prompt_length :] if played.branches else np.empty(0, np.int32)
@@ -173,10 +179,10 @@ def with_trainer_log_probs(line: Mapping[str, Any], log_probs: Sequence[npt.NDAr
     if "branches" not in line:
         return {**line, "trainer_log_probs": rounded(log_probs[0][:MAX_LOGGED_TOKENS])}
     pairs = zip(line["branches"], log_probs, strict=bool(line["branches"]))  # a sample without tokens stands for none
-    return {**line, "branches": [_told(pieces, of_branch) for pieces, of_branch in pairs]}
+    return {**line, "branches": [_with_log_probs(pieces, of_branch) for pieces, of_branch in pairs]}
 
 
-def _told(pieces: Sequence[Mapping[str, Any]], log_probs: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
+def _with_log_probs(pieces: Sequence[Mapping[str, Any]], log_probs: npt.NDArray[np.float32]) -> list[dict[str, Any]]:
     """The first piece is the prompt, which has no log-probs."""
     made, begin = list[dict[str, Any]](), -int(pieces[0]["tokens"])
     for piece in pieces:

@@ -6,74 +6,74 @@ Leaves out when groups are generated and which of them make a batch (stream.py, 
 
 from __future__ import annotations
 
-import asyncio
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.batch.batch import SampleTable
-from engine.objective.advantages import overlong_penalty
 from engine.sample import Sample
 from megasync.data.data import Example
 from megasync.episodes.pool import EpisodePool
-from megasync.episodes.task import Played
+from megasync.episodes.task import EpisodeResult
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
-from megasync.rollouts.group import Group, StreamSettings, TieWatch, tied_fraction
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.metrics import (
+    UniformRewardMonitor,
+    batch_metrics,
+    episode_metrics,
+    learnt_rewards,
+    penalty_fields,
+    penalty_metrics,
+    tied_fraction,
+)
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.records import Records
-from megasync.rollouts.requests import (
-    begins_thinking,
-    request_digest,
-    reward_digest,
-    reward_inputs,
-    sample_line,
-    task_of,
-    token_fields,
-    training_request,
-)
+from megasync.rollouts.requests import request_digest, reward_digest, sample_line, task_of, token_fields, training_request
+from megasync.rollouts.samples import members_of, samples_of
+from megasync.rollouts.scoring import Scorer
 from megasync.rollouts.stream import RolloutStream
-from megasync.rollouts.turns import episode_identity, episode_metrics, episode_samples, episode_settings, members_of
+from megasync.rollouts.turns import episode_identity, episode_settings
 
 if TYPE_CHECKING:
-    from bridge.generation import Completion
     from bridge.replicas.pool import ReplicaPool
     from megasync.config.schema import Config
     from megasync.data.load import RunData
-    from megasync.reporting.log import RunLog
+    from megasync.report.log import RunLog
 
 
 @dataclass
 class RolloutBatch:
-    """The samples of one step, and what their generation took."""
+    """The samples of one step, with metrics of their generation."""
 
-    samples: SampleTable
+    samples: SampleTable  # with the tokens that this rank trains on
+    generated: SampleTable  # on rank 0 with all tokens
     metrics: dict[str, float] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)  # for samples.jsonl; rank 0's
 
 
 def without_tokens(batch: RolloutBatch | None) -> RolloutBatch | None:
-    """What all ranks get to know of a batch."""
-    return None if batch is None else RolloutBatch(batch.samples.only([]), batch.metrics)
+    """For the other ranks."""
+    if batch is None:
+        return None
+    table = batch.samples.only([])
+    return RolloutBatch(table, table, batch.metrics)
 
 
 class Rollouts:
     """Rank 0's side of a run's stream. `close` ends its thread and the rewards' processes."""
 
-    def __init__(
-        self, config: Config, pool: ReplicaPool, data: RunData, rewards: RewardPool, log: RunLog, progress: Progress, step: int
-    ) -> None:
-        """Go on from `progress` with `step`."""
-        self.config, self.prompts, self.examples = config, data.prompts, data.train
-        self.rewards, self.timeline, self.note = rewards, log.timeline, log.note
-        self.ties = TieWatch(filters_groups=config.algorithm.filter_groups)
+    def __init__(self, config: Config, pool: ReplicaPool, data: RunData, log: RunLog, progress: Progress, step: int) -> None:
+        """Continue from `progress` with `step`."""
+        self.config, self.data, self.prompts = config, data, data.prompts
+        self.rewards, self.timeline, self.note = RewardPool(config.rollout), log.timeline, log.note
+        self.ties = UniformRewardMonitor(filters_groups=config.algorithm.filter_groups)
+        self.scorer = Scorer(data.prompts, self.rewards)
         self.order = data.order(config)
-        settings = stream_settings(config, scores_groups=rewards.takes_groups)
+        settings = stream_settings(config, scores_groups=self.rewards.takes_groups)
         self.episodes = EpisodePool(config) if config.rollout.episode else None
         self.identity = episode_identity(config)
         players = (self.episodes, episode_settings(config)) if self.episodes is not None else None
@@ -83,14 +83,24 @@ class Rollouts:
         self.records = Records(config.run.folder, step)
         self._unrecorded: Sequence[Group] | None = [] if has_records else None  # those of the step that is trained
         self._taken_seconds = 0.0
-        self._undecoded: list[npt.NDArray[np.int32]] = []
-        self._decoding: asyncio.Future[list[str]]
-        self.stream.restore(progress, step)  # what is restored without a reward is scored at once
+        self.stream.run(self.stream.restore(progress, step))  # restored samples without a reward are scored at once
+
+    def serve(self, version: int) -> None:
+        """The replicas serve `version` from now on."""
+        self.stream.run(self.stream.serve(version))
+
+    def admit(self, step: int) -> None:
+        """Let the groups begin that `step`, which is trained next, and `rollout.max_staleness` make room for."""
+        self.stream.run(self.stream.admit(step))
+
+    def release_idle(self) -> set[int]:
+        """Forget leaving replicas that have nothing to do; returns the leaving ones that still work."""
+        return self.stream.run(self.stream.release_idle())
 
     def take(self, step: int) -> RolloutBatch | None:
         """Wait for the batch of `step`; its samples, in order of prompts, and metrics. None: too few replicas are left."""
         waited_from = time.time()
-        groups = self.stream.take(step)
+        groups = self.stream.run(self.stream.take(step))
         if groups is None:
             return None
         self._unrecorded = groups if self._unrecorded is not None else None
@@ -106,15 +116,16 @@ class Rollouts:
         metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
         metrics |= penalty_metrics(self.config, [sum(one.num_sampled for one in member) for member in members_of(samples)])
         metrics |= self._ties(step, samples)
-        metrics |= episode_metrics([done for group in groups for done in group.completions if isinstance(done, Played)])
+        metrics |= episode_metrics([done for group in groups for done in group.completions if isinstance(done, EpisodeResult)])
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
         if self.config.algorithm.filter_groups:
             metrics["rollout/filtered_groups"] = self.stream.num_filtered
-        return RolloutBatch(SampleTable.from_samples(samples), metrics, self._lines(groups))
+        table = SampleTable.from_samples(samples)
+        return RolloutBatch(table, table, metrics, self._lines(groups))
 
     def record(self, step: int) -> None:
-        """What was taken last is trained, as step `step`, counted from 1.
+        """The batch that was taken last is trained, as step `step`, counted from 1.
 
         Raises:
             OSError: the record of the step before it could not be written.
@@ -123,32 +134,31 @@ class Rollouts:
             self.records.write(step, self._unrecorded, {"episode": self.identity, "version": step - 1})
             self._unrecorded = []
 
-    def progress(self) -> Progress:
-        """What a run that is resumed here needs to know; the records are on the disk. Raises as `record` does."""
-        self.records.wait()
-        return replace(self.stream.progress(), order=self.order)
+    def progress(self, *, with_samples: bool = True) -> Progress:
+        """For a run that resumes here; the records are on the disk. Raises as `record` does.
 
-    def begun(self) -> Progress:
-        """As `progress`, without the samples that have ended: their groups begin anew."""
+        Without samples the groups that have begun start again.
+        """
         self.records.wait()
-        return replace(self.stream.begun(), order=self.order)
+        return replace(self.stream.run(self.stream.progress(with_samples=with_samples)), order=self.order)
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
         requests = requests_of(evaluation, self.prompts, self.config.run.seed)
         pairs = zip(evaluation.examples, requests, strict=True) if self.episodes is not None else ()
-        completions = self.stream.generate(requests, [task_of(self.prompts, *pair) for pair in pairs])
+        tasks = [task_of(self.prompts, *pair) for pair in pairs]
+        completions = self.stream.run(self.stream.generate(requests, tasks))
         if completions is None:
             return None
         limit = evaluation.sampling.max_new_tokens
-        rewards = self.stream.run(self._score_all(evaluation.examples, completions, limit))
+        rewards = self.stream.run(self.scorer.totals(evaluation.examples, completions, limit))
         return outcome_of(evaluation, self.prompts, completions, rewards, self.config.run.log_samples)
 
     def _ties(self, step: int, samples: list[Sample]) -> dict[str, float]:
         """Of rewards with their penalties; a note where nothing is learnt for a while."""
         rewards = learnt_rewards(self.config, samples)
         fraction = tied_fraction(rewards)
-        if hint := self.ties.look(step + 1, fraction, [reward for of_group in rewards for reward in of_group]):
+        if hint := self.ties.observe(step + 1, fraction, [reward for of_group in rewards for reward in of_group]):
             self.note(hint)
         return {"groups/tied_fraction": fraction}
 
@@ -160,7 +170,7 @@ class Rollouts:
         self.records.close()
 
     def _example(self, ordinal: int) -> Example:
-        return self.examples[self.order.index(ordinal)]
+        return self.data.train[self.order.index(ordinal)]
 
     def _group(self, ordinal: int) -> Group:
         example = self._example(ordinal)
@@ -172,73 +182,18 @@ class Rollouts:
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
         done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
-        return await self._scored(self._example(group.key), done, self.config.rollout.max_new_tokens)
-
-    async def _scored(self, example: Example, done: Sequence[Completion | Played], limit: int) -> list[Scored]:
-        """What an episode said it was worth, else what `rollout.reward` says of its last turn."""
-        asked = [one for one in done if not isinstance(one, Played) or one.reward is None]
-        found = iter(await self._by_rewards(example, asked, limit) if asked else [])
-        return [Scored(one.reward, {}) if isinstance(one, Played) and one.reward is not None else next(found) for one in done]
-
-    async def _by_rewards(self, example: Example, done: Sequence[Completion | Played], limit: int) -> list[Scored]:
-        ids = [np.array(one.final_ids, np.int32) if isinstance(one, Played) else one.token_ids for one in done]
-        thinking = begins_thinking(self.prompts, example)
-        return await self.rewards.score_group(reward_inputs(example, done, await self._texts(ids), limit, thinking=thinking))
-
-    async def _texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
-        """What is asked for before the loop comes round is decoded together, in one thread."""
-        if not self._undecoded:
-            self._decoding = asyncio.ensure_future(self._decode())
-        place = len(self._undecoded)
-        self._undecoded += responses
-        return (await self._decoding)[place : place + len(responses)]
-
-    async def _decode(self) -> list[str]:
-        responses, self._undecoded = self._undecoded, []
-        return await asyncio.to_thread(self.prompts.texts, responses)
-
-    async def _score_all(
-        self, examples: Sequence[Example], groups: Sequence[Sequence[Completion | Played]], limit: int
-    ) -> list[list[float]]:
-        pairs = zip(examples, groups, strict=True)
-        scored = await asyncio.gather(*(self._scored(example, group, limit) for example, group in pairs))
-        return [[each.total for each in group] for group in scored]
+        return await self.scorer.score(self._example(group.key), done, self.config.rollout.max_new_tokens)
 
     def _lines(self, groups: list[Group]) -> list[dict[str, Any]]:
         """Of the first response to each of the first `run.log_samples` prompts."""
         firsts = [(group.key, group.completions[0], group.rewards[0]) for group in groups[: self.config.run.log_samples]]
         return [
             sample_line(self.prompts, self._example(key), done, reward)
-            | penalty_fields(self.config, done.num_sampled if isinstance(done, Played) else len(done.token_ids))
+            | penalty_fields(self.config, done.num_sampled if isinstance(done, EpisodeResult) else len(done.token_ids))
             | token_fields(self.prompts, done)
             for key, done, reward in firsts
             if done and reward is not None
         ]
-
-
-def samples_of(group: Group, place: int) -> list[Sample]:
-    """What the trainer gets of a group that is done; `place` is its place in the batch."""
-    prompt_ids, found = np.array(group.request.prompt_ids, np.int32), list[Sample]()
-    for member, (done, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
-        if done is None or reward is None:
-            continue
-        if isinstance(done, Played):
-            found += episode_samples(done, prompt_ids, reward, place, member)
-            continue
-        found.append(
-            Sample(
-                prompt_ids=prompt_ids,
-                response_ids=done.token_ids,
-                rollout_log_probs=done.log_probs,
-                weight_versions=done.weight_versions,
-                routed_experts=done.routed_experts,
-                reward=reward,
-                group=place,
-                member=member,
-                finish_reason=done.finish_reason,
-            )
-        )
-    return found
 
 
 def _nothing(group: Group) -> Sample:
@@ -261,46 +216,3 @@ def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
         filters_groups=config.algorithm.filter_groups,
         filter_factor=config.algorithm.filter_factor,
     )
-
-
-def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
-    """What `algorithm.truncated = penalise` adds to the reward of a response of so many tokens, -1 to 0; {} without it."""
-    if config.algorithm.truncated != "penalise":
-        return {}
-    return {"penalty": overlong_penalty(num_tokens, config.rollout.max_sampled_tokens, config.algorithm.overlong_buffer)}
-
-
-def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """Of each group, with their penalties: what advantages are made of."""
-    groups: dict[int, list[float]] = {}
-    for member in members_of(samples):
-        penalty = penalty_fields(config, sum(one.num_sampled for one in member)).get("penalty", 0.0)
-        groups.setdefault(member[0].group, []).append(member[0].reward + penalty)
-    return list(groups.values())
-
-
-def penalty_metrics(config: Config, lengths: Sequence[int]) -> dict[str, float]:
-    """The mean penalty; `reward/mean` is without it."""
-    penalties = [penalty for length in lengths for penalty in penalty_fields(config, length).values()]
-    return {"reward/penalty_mean": statistics.fmean(penalties)} if penalties else {}
-
-
-def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch whose generation took `seconds`, of which training waited for a part."""
-    tokens = sum(sample.num_sampled for sample in samples)
-    own = [sample.weight_versions[sample.is_sampled] if len(sample.is_sampled) else sample.weight_versions for sample in samples]
-    versions = sum(int(each.sum(dtype=np.int64)) for each in own)
-    oldest = min(int(each.min(initial=step)) for each in own)
-    firsts = [member[0] for member in members_of(samples)]
-    rewards = [sample.reward for sample in firsts]
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "response/tokens_mean": tokens / len(firsts),
-        "response/truncated_fraction": statistics.fmean(sample.finish_reason == "length" for sample in firsts),
-        "staleness/mean": (step * tokens - versions) / max(tokens, 1),
-        "staleness/max": step - oldest,
-        "rollout/seconds": seconds,
-        "rollout/wait_seconds": waited_seconds,
-        "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
-    }

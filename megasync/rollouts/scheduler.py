@@ -1,17 +1,40 @@
 """Which groups may begin, on which replica, and which make a batch: pure functions of numbers. No torch in here.
 
-A group is a prompt with its samples; its ordinal is its place in the order of the data, counted over the whole run. Step s trains
-on version s of the weights and makes version s + 1. Leaves out who generates and what a sample is (stream.py).
+    s    the step that is trained next; it trains weights v = s and makes v = s + 1
+    v    the version that the replicas serve
+    n    rollout.max_staleness
+    b    groups of a batch; a group is a prompt with its samples
+    o    the version of a group's oldest token: a step trains it only if s - o <= n
 
-The bound of `rollout.max_staleness` = n holds by two rules, without anything thrown away: at most n + 1 batches of groups have
-begun and are not trained (the admission of AReaL, arXiv:2505.24298, section 5.1); and a step waits where, without it, more groups
-would be left than the steps until version oldest + n can train: earliest deadline first, which leaves as few as any order can.
-With these alone replicas that are faster than the trainer would make every sample n versions old: of n + 1 batches as few
-begin as keep the trainer from waiting (PrefetchController).
+The bound holds by two rules, and nothing that was generated is thrown away:
 
-Where the trainer waits for the replicas, batches must not end in pairs: what begins beside the next batch takes slots and tokens
-from its last samples, ends with it, and leaves the replicas idle while the trainer works on the first of both. So as many groups
-as the replicas end in the time of one training are held back until the next batch is ready (PrefetchController.num_held).
+1. Admission (`num_admissible`): at most n + 1 batches of groups have begun and are not trained (AReaL, arXiv:2505.24298, 5.1).
+2. Earliest deadline first (`choose_batch`): a step takes the groups with the lowest o. It waits where the groups left over would
+   be more than the steps until o + n can train.
+
+An example with n = 1, b = 2, 3 steps and 2 replicas that have room for one group each:
+
+    time            0       1       2       3       4
+    v served        0               1       2       3
+    admitted        g0..g3          g4 g5
+    replica 0       [ g0  ] [ g2  ] [ g4  ]
+    replica 1       [ g1  ] [ g3  ] [ g5  ]
+    trainer                 [ s=0 ] [ s=1 ] [ s=2 ]
+    batch                     g0 g1   g2 g3   g4 g5
+    s - o                     0       1       1
+
+At time 1 the step s = 0 takes g0 and g1; g2 and g3 fill the other batch that n = 1 allows, so nothing new begins until v = 1.
+
+These rules alone would make every sample n versions old where replicas are faster than the trainer. PrefetchController therefore
+lets only as many of the n + 1 batches begin as keep the trainer from waiting. Where the trainer waits for the replicas, it also
+prevents pairing: groups that begin beside the next batch take slots from its last samples and end with it, so that two batches
+end together and the replicas idle while the trainer works on the first. As many groups as the replicas finish during one training
+are held back until the next batch is ready (`num_held`).
+
+    with pairing      generate s, s+1 ........ | train s | train s+1 | generate ...    replicas idle during both
+    held back         generate s ... | s+1 begins, train s | s+2 begins, train s+1     replicas always busy
+
+Leaves out who generates and what a sample is (stream.py).
 """
 
 from __future__ import annotations
@@ -25,26 +48,26 @@ from dataclasses import dataclass
 class Candidate:
     """A group that has begun and is not trained. `oldest`: no token of it is of an earlier version."""
 
-    ordinal: int
+    ordinal: int  # its place in the order of the data, over the whole run
     oldest: int
     is_done: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a replica works on: samples that have not ended, and the tokens that they are expected to have."""
+    """Of a replica: unfinished samples, and the tokens that they are expected to have."""
 
     samples: int = 0
     tokens: float = 0.0
 
 
-SHORT_WAIT = 0.05  # of the time from one batch to the next: what costs less is not worth older samples
+SHORT_WAIT = 0.05  # share of the time from one batch to the next; a shorter wait is not worth older samples
 CALM_STEPS = 4
 
 
 @dataclass
 class PrefetchController:
-    """How many batches of groups may have begun and are not trained: `batches`, at first `most`, at least min(2, most).
+    """How many batches of groups may have begun and not be trained: `batches`, at first `most`, at least min(2, most).
 
     One more after a step that waited; one fewer after `patience` steps in a row behind which a whole batch was ready. Each time
     that fewer turn out to be too few, the next trial waits twice as long.
@@ -52,7 +75,7 @@ class PrefetchController:
 
     most: int
     patience: int = CALM_STEPS
-    busy_share: float = 0.0  # of the trainer's time, that it did not wait for batches: a mean that forgets in a few steps
+    busy_share: float = 0.0  # of its time, in which the trainer did not wait for batches: an exponential mean
     _calm: int = 0
     _is_trial: bool = False
 
@@ -60,8 +83,8 @@ class PrefetchController:
         self.batches = self.most
 
     def observe(self, wait_share: float, spare_batches: float) -> None:
-        """A batch was taken. `wait_share`: of the time since the one before, what the trainer waited for it; `spare_batches`: how
-        many more were ready.
+        """A batch was taken. `wait_share`: share of the time since the one before in which the trainer waited; `spare_batches`:
+        how many more were ready.
         """
         self.busy_share += (1.0 - wait_share - self.busy_share) / CALM_STEPS
         if wait_share > SHORT_WAIT:
@@ -88,7 +111,7 @@ def num_admissible(num_begun: int, step: int, version: int, most: int, batch_siz
 
 
 def choose_replica(loads: Mapping[int, Load], num_samples: int, limit: int | None) -> int | None:
-    """The replica with the fewest tokens to come that has room for `num_samples` more below `limit` samples; None: no one has.
+    """The replica with the fewest expected tokens that has room for `num_samples` more below `limit` samples; None: no room.
 
     An idle replica takes a group of any size. Ties go to the lowest number.
     """
@@ -104,10 +127,10 @@ FAR_BUSIER = 2.0  # times the tokens of the least busy replica, and a prompt's m
 def choose_for_turn(
     loads: Mapping[int, Load], held_by: int | None, num_held: int, limit: int | None, far_busier: float = FAR_BUSIER
 ) -> int | None:
-    """The replica for a sample whose prompt begins with `num_held` tokens that `held_by` has in its cache; None: no one has room.
+    """The replica for a sample whose prompt begins with `num_held` tokens in the cache of `held_by`; None: no room.
 
-    That replica, unless it has no room below `limit` or is far busier than the one that `choose_replica` gives: elsewhere these
-    tokens are computed anew.
+    `held_by`, unless it has no room below `limit` or is far busier than the choice of `choose_replica`, where these tokens are
+    computed again.
     """
     least = choose_replica(loads, 1, limit)
     if least is None or held_by is None or held_by not in loads or held_by == least:
@@ -122,8 +145,8 @@ def choose_batch(
 ) -> list[int] | None:
     """The ordinals that `step` trains on, in order; None while it has to wait.
 
-    It takes those that are done, the oldest first, and waits where too many would be left for the steps until they are too old.
-    `may_grow`: whether more groups can still be done than are now; otherwise the batch is what there is.
+    It takes groups that are done, the oldest first, and waits where too many would be left for the steps until they are too old.
+    `may_grow`: whether more groups may still become done; if not, a batch may be short.
     """
     done = sorted((candidate for candidate in candidates if candidate.is_done), key=lambda c: (c.oldest, c.ordinal))
     batch = {candidate.ordinal for candidate in done[:batch_size]}
@@ -139,10 +162,10 @@ def choose_batch(
 
 
 def trainable(candidates: Iterable[Candidate], step: int, max_staleness: int, batch_size: int, num_steps: int) -> set[int]:
-    """Those of a checkpoint that can be trained in time from `step` on, as many as can be; the others have to begin anew.
+    """The ordinals of a checkpoint's groups that can be trained in time from `step` on, as many as possible; others start again.
 
-    By the time that step d takes its batch those that no later step may take are at most (d - `step` + 1) batches. This holds for
-    all that `num_admissible` lets begin, and `choose_batch` keeps it: a step always finds a batch once all that runs has ended.
+    When step d takes its batch, at most (d - `step` + 1) batches of groups may be due by d. `num_admissible` guarantees this for
+    all groups, and `choose_batch` keeps it: a step always finds a batch once all running groups have ended.
     """
     kept: set[int] = set()
     for one in sorted(candidates, key=lambda candidate: (candidate.oldest, candidate.ordinal)):

@@ -1,7 +1,7 @@
 """The canary: after each sync a few prompts are scored by the trainer and by one replica in turn, which have to agree.
 
 It finds what digests of the bytes that were sent cannot: weights that reached the wrong place, or changed there, and layers
-that compute otherwise. Leaves out the scoring itself (Engine.score, ReplicaPool.score) and the read-back (Publisher.differing).
+with other outputs. Leaves out the scoring itself (Engine.score, ReplicaPool.score) and the read-back (Publisher).
 
     canary = Canary(sequences, tolerance=0.2, answer_seconds=60.0, note=print)
     canary.score_by_trainer(engine)                 # the weights that are published next
@@ -25,7 +25,7 @@ from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
 from megasync.data.load import RunData
-from megasync.reporting.log import RunLog
+from megasync.report.log import RunLog
 from megasync.run.rank_zero import on_rank_zero
 
 LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
@@ -33,7 +33,7 @@ Scores = list[npt.NDArray[np.float32]]
 
 
 class CanaryError(RuntimeError):
-    """A replica computes otherwise than the trainer; the same text on every rank."""
+    """A replica gives other log-probs than the trainer; the same text on every rank."""
 
 
 class Canary:
@@ -52,8 +52,8 @@ class Canary:
             sequences: of two tokens or more.
             tolerance: the largest mean of |gap| over all tokens, in nats.
             answer_seconds: of a replica; one that takes longer is left to those who look after replicas.
-            note: says something to the user.
-            remedy: what to do about weights of a version that both sides compute otherwise.
+            note: logs a line for the user.
+            remedy: for the error, by the version on which both sides differ.
         """
         self.sequences, self.tolerance, self.answer_seconds, self.note = sequences, tolerance, answer_seconds, note
         self.remedy = remedy
@@ -71,7 +71,7 @@ class Canary:
         """Metrics; without the gap where the replica whose turn it is does not answer.
 
         Raises:
-            CanaryError: the gap is above the tolerance, or no number. Names the first layer that was read back otherwise.
+            CanaryError: the gap is above the tolerance, or no number. Names the first layer whose read-back differs.
         """
         begin = time.monotonic()
         replica, scores = on_rank_zero(lambda: self._score_by_replica(pool))
@@ -81,9 +81,9 @@ class Canary:
         gap = mean_gap(self._own, scores)
         if not gap <= self.tolerance:
             assert publisher is not None
-            reason = read_back_difference(*publisher.differing(replica))
+            reason = read_back_difference(*publisher.diff_with_replica(replica))
             raise CanaryError(
-                f"sync of version {version}: replica {replica} scores prompts otherwise than the trainer, by {gap:.3g} a token "
+                f"sync of version {version}: replica {replica} gives other log-probs than the trainer, by {gap:.3g} a token "
                 f"on average, and sync.canary_tolerance = {self.tolerance:g}: {reason}{self.remedy(version)}"
             )
         return {"sync/canary_gap": gap, **seconds}
@@ -112,10 +112,10 @@ def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | 
 
 
 def bisect_remedy(config: Config, version: int) -> str:
-    """The command that leads both sides through a response, module by module: of this version where its weights are kept."""
+    """The command that compares both sides module by module: with this version where its weights are kept."""
     step = f" --step {version}" if config.sync.log == "deltas" else ""
     of = "" if step else ", of the newest checkpoint (sync.log=deltas keeps every version)"
-    return f"; `megasync bisect {config.run.folder}{step}` names the first module that computes otherwise{of}"
+    return f"; `megasync bisect {config.run.folder}{step}` names the first module whose outputs differ{of}"
 
 
 def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:
@@ -142,6 +142,6 @@ def read_back_difference(differing: Sequence[str], problem: str) -> str:
     if problem:
         return f"its weights could not be read back: {problem}"
     if not differing:
-        return "it holds what was sent and computes otherwise: look at rollout.engine_arguments, dtypes and vLLM's kernels"
+        return "it holds what was sent but its outputs differ: look at rollout.engine_arguments, dtypes and vLLM's kernels"
     layer = match[0] if (match := LAYER.match(differing[0])) else differing[0].rpartition(".")[0]
     return f"the first layer whose read-back differs is {layer}, in {differing[0]}; tensors that differ: {len(differing)}"

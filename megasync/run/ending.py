@@ -1,6 +1,6 @@
 """How a run ends: the last checkpoint and evaluation, summary.json, a report and the last two lines on the terminal.
 
-Leaves out how a run that failed is taken down (session.py), and what its launcher says of it (launch/last_words.py).
+Leaves out how a run that failed is taken down (session.py), and what its launcher says of it (launch/exit_summary.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import Any
 
 from megasync.config.files import forget_stop, newest_checkpoint
 from megasync.config.schema import Config
-from megasync.planning.record import outcome
-from megasync.planning.replicas import WORKER_DEVICE, WORKER_PEAK
-from megasync.reporting.log import SUMMARY_FILE, read_evaluations
-from megasync.reporting.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
+from megasync.report.log import SUMMARY_FILE, read_evaluations
+from megasync.report.page import REPORT_FILE, advice_lines, write_report, write_unfinished_report
 from megasync.run.rank_zero import on_rank_zero
 from megasync.run.scaling import forget_request
 from megasync.run.session import Session
@@ -28,31 +26,27 @@ HELD_OUT = {  # metrics of one file, and in words
 
 
 def finish(session: Session) -> str:
-    """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; what to say last.
+    """The last checkpoint and evaluation, the Hugging Face folder if asked for, summary and report; the last lines on rank 0.
 
-    Collective; rank 0 alone has something to say.
+    Collective.
     """
     config, log = session.config, session.log
     done = session.step + 1 if config.run.steps > session.first_step else session.first_step
     if session.is_stopped:
         return _stop(session, done)
-    on_rank_zero(lambda: _forget_what_was_asked(config.run.folder))
+    on_rank_zero(lambda: forget_requests(config.run.folder))
     if session.checkpoints.is_unsaved(done) and config.checkpoint.every_steps:
-        session.saving.write(done, waits=True)
+        session.write_checkpoint(done, waits=True)
     if done not in session.evaluated:
         session.evaluate(done)
     if config.run.export_hf:
-        session.weights.export(config.run.folder / "hf")
+        session.export(config.run.folder / "hf")
     if session.layout.rank != 0:
         return ""
-    if session.rollouts is not None:
-        session.rollouts.records.wait()
-    found = summary(config, done, session.weights.syncs, session.clock.summary())
-    if session.weights.pool is not None:
-        host, device = session.weights.pool.memory_bytes()
-        found |= {WORKER_PEAK: host or None, **({WORKER_DEVICE: device} if device else {})}
+    more = session.finish_files()
+    found = summary(config, done, session.sync_metrics, session.timer.summary()) | more
     log.timeline.write()
-    log.summary(found | outcome(config.run.folder, found))
+    log.summary(found)
     write_report(config.run.folder)
     for line in advice_lines(config.run.folder):
         log.note(line)
@@ -60,9 +54,9 @@ def finish(session: Session) -> str:
 
 
 def _stop(session: Session, done: int) -> str:
-    """Where the run was asked to: a checkpoint, and no more, since who asks has little time."""
+    """Where the run was asked to: only a checkpoint, as there may be little time."""
     if session.checkpoints.is_unsaved(done):
-        session.saving.write(done, waits=True)
+        session.write_checkpoint(done, waits=True)
     if session.layout.rank != 0:
         return ""
     session.log.timeline.write()
@@ -80,8 +74,8 @@ def stopped_line(config: Config, done: int, checkpoint: Path | None) -> str:
     return f"stopped after step {done}, as asked; checkpoint: {checkpoint}; {again} goes on from it"
 
 
-def _forget_what_was_asked(folder: Path) -> None:
-    """Of the process that has done all steps; on rank 0."""
+def forget_requests(folder: Path) -> None:
+    """To stop or to scale, once all steps are done."""
     forget_stop(folder)
     forget_request(folder)
 
@@ -126,13 +120,13 @@ def _why_early(config: Config, found: Mapping[str, Any]) -> str:
 def closing_lines(config: Config, found: Mapping[str, Any]) -> str:
     """Two lines: what came out, and where it lies. `found`: the summary."""
     steps, folder = found["steps"], config.run.folder
-    told = [f"done: {steps} step{'' if steps == 1 else 's'}{_why_early(config, found)}, {found['seconds_total']:.0f} s"]
+    parts = [f"done: {steps} step{'' if steps == 1 else 's'}{_why_early(config, found)}, {found['seconds_total']:.0f} s"]
     for metric, words in HELD_OUT.items():
         name = metric.replace("/", "_")
         if f"{name}_after" in found:
-            told.append(f"{words} {found[f'{name}_before']:.3f} -> {found[f'{name}_after']:.3f}")
+            parts.append(f"{words} {found[f'{name}_before']:.3f} -> {found[f'{name}_after']:.3f}")
     checkpoint = newest_checkpoint(folder)
     places = [f"report: {folder / REPORT_FILE}", f"figures: {folder / SUMMARY_FILE}"]
     places += [f"checkpoint: {checkpoint}"] if checkpoint else []
     places += [f"weights: {folder / 'hf'}"] if config.run.export_hf else []
-    return f"{'; '.join(told)}\n{'; '.join(places)}"
+    return f"{'; '.join(parts)}\n{'; '.join(places)}"

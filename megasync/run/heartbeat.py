@@ -1,14 +1,15 @@
-"""Signs of life between the trainer's ranks: one that is stopped, or gone unnoticed, is named and ends the run everywhere.
+"""Heartbeats between the trainer's ranks: a rank that is stopped, or has vanished, is named, and the run ends on all ranks.
 
-A thread of each rank counts up in the ranks' store, beside what its rank does, and looks at some of the others. When a count
-stands still for the limit, by the looker's own clock, that rank is killed where it runs on the same host, so that collectives
-which wait for it fail; the others end by SIGTERM, or by themselves GRACE_SECONDS later where no signal is heard. Leaves out
-a rank that is alive but stuck: collectives and calls to replicas have limits of their own.
+A thread of each rank increments a counter in the ranks' store and watches the counters of some others. When a counter stands
+still for the limit, by the watcher's own clock, that rank is killed if it runs on the same host, so that collectives which wait
+for it fail; the other ranks end by SIGTERM, or by themselves GRACE_SECONDS later. torch's own limits do not replace this: the
+collectives that wait for rollouts have none, and a flight recorder does not name a rank that SIGSTOP has stopped. Leaves out a
+rank that is alive but stuck: collectives and calls to replicas have limits of their own.
 
     heartbeat = Heartbeat(rank, world_size, limit_seconds=300)
     heartbeat.start()
     heartbeat.phase = "train, step 3"
-    heartbeat.leave()      # at the very end, where all went well; else close(), before this rank takes anything down
+    heartbeat.leave()      # at the very end of a run that is done; after a failure close(), before anything else ends
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from bridge.processes import host_identity
 
 dist: Any = distributed  # its stores are not typed
 
-NUM_WATCHED = 8  # ranks that each looks at: rank 0 and those after its own
-LONGEST_INTERVAL_SECONDS = 10.0
+NUM_WATCHED = 8  # ranks that each rank watches: rank 0 and the ones after its own
+MAX_INTERVAL_SECONDS = 10.0
 GRACE_SECONDS = 5.0  # for a main thread to begin to close; one that waits in a collective never does
 CLOSE_SECONDS = 2.0
-LEAVE_SECONDS = 0.1  # between two looks whether the others have come to their end, too
+LEAVE_SECONDS = 0.1  # from one look at the others to the next, at the end
 PREFIX = "megasync/heartbeat"
-LEFT = "left"  # the phase of a rank that has come to its end
+LEFT = "left"  # the phase of a rank that has ended
 
 
 class LastSeen:
-    """When each rank's count last changed, in the looker's own seconds; of a rank that was never seen nothing is known."""
+    """When each rank's count last changed, by the watcher's own clock. Ranks that were never seen are not silent."""
 
     def __init__(self, ranks: Iterable[int], limit_seconds: float, now: float) -> None:
         self.limit_seconds, self._looked = limit_seconds, now
@@ -49,9 +50,9 @@ class LastSeen:
         self._changed: dict[int, float | None] = dict.fromkeys(ranks)
 
     def look(self, counts: Mapping[int, float], now: float) -> list[int]:
-        """The ranks that have been silent for too long, given what is to be seen now.
+        """The ranks that have been silent for too long, given the present counts.
 
-        Nobody where the looker itself was held up: then it does not know whether the others were, too.
+        None where the watcher itself was held up: the others may have been, too.
         """
         was_held_up, self._looked = now - self._looked > self.limit_seconds / 2, now
         for rank, changed in self._changed.items():
@@ -70,7 +71,7 @@ class LastSeen:
 
 
 def watched_ranks(rank: int, world_size: int) -> list[int]:
-    """Those that `rank` looks at; each is looked at by several."""
+    """The ranks that `rank` watches; each rank is watched by several."""
     after = [(rank + step) % world_size for step in range(1, min(NUM_WATCHED, world_size))]
     return sorted({0, *after} - {rank})
 
@@ -81,12 +82,12 @@ class Heartbeat:
     def __init__(self, rank: int, world_size: int, limit_seconds: float) -> None:
         self.rank, self.world_size, self.limit_seconds = rank, world_size, limit_seconds
         self.phase = "start"
-        self._interval_seconds = min(limit_seconds / 10, LONGEST_INTERVAL_SECONDS)
+        self._interval_seconds = min(limit_seconds / 10, MAX_INTERVAL_SECONDS)
         self._over, self._leaves, self._awake = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._guard = threading.Thread(target=self._watch_store, name="heartbeat-store", daemon=True)
         self._asked: float | None = None  # since when the store has owed an answer
-        self._prefix = f"{PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = store_prefix()
         self._phases: dict[int, dict[str, Any]] = {}
 
     @staticmethod
@@ -100,7 +101,7 @@ class Heartbeat:
             self._guard.start()
 
     def leave(self) -> None:
-        """Say that this rank has come to its end, and look at the others until they have: nobody else would miss them."""
+        """Say that this rank has ended, and watch the others until they have: nobody else would miss them."""
         self._leaves.set()
         self._awake.set()
         if self._thread.is_alive():
@@ -108,7 +109,7 @@ class Heartbeat:
         self._over.set()
 
     def close(self) -> None:
-        """Say that this rank leaves, and look no more. Safe to repeat."""
+        """Say that this rank leaves, and watch no longer. Safe to repeat."""
         self._over.set()
         self._awake.set()
         if self._thread.is_alive():
@@ -146,13 +147,13 @@ class Heartbeat:
         self._beat(store, count + 1, LEFT)
 
     def _watch_store(self) -> None:
-        """Its client waits for ever where the process that has it was stopped (torch 2.13, TCPStore::check)."""
+        """Its client never returns where the store's process is stopped (torch 2.13: check, and wait even with a timeout)."""
         seen, looks = LastSeen([0], self.limit_seconds, time.monotonic()), 0
         while not self._over.wait(self._interval_seconds):
             asked, looks = self._asked, looks + 1
             if seen.look({0: looks if asked is None else asked}, time.monotonic()):
-                told = f"no answer for {self.limit_seconds:g} s (run.hung_rank_timeout_seconds)"
-                print(self._describe_store(told), file=sys.stderr, flush=True)
+                silent = f"no answer for {self.limit_seconds:g} s (run.hung_rank_timeout_seconds)"
+                print(self._describe_store(silent), file=sys.stderr, flush=True)
                 self._end()
 
     def _beat(self, store: Any, count: int, phase: str) -> None:
@@ -160,7 +161,7 @@ class Heartbeat:
         store.set(f"{self._prefix}/{self.rank}", json.dumps(fields))
 
     def _look(self, store: Any, seen: LastSeen) -> bool:
-        """Whether the run is to end: by what is seen here, or by what another rank has seen."""
+        """Whether the run is to end: a rank is silent, or another rank has said so."""
         if store.check([f"{self._prefix}/verdict"]):
             return True
         counts = {}
@@ -173,9 +174,9 @@ class Heartbeat:
                     seen.forget(rank)
         silent = seen.look(counts, time.monotonic())
         if silent:
-            told = self._describe(silent)
-            if store.compare_set(f"{self._prefix}/verdict", "", told).decode() == told:
-                print(told, file=sys.stderr, flush=True)
+            verdict = self._describe(silent)
+            if store.compare_set(f"{self._prefix}/verdict", "", verdict).decode() == verdict:
+                print(verdict, file=sys.stderr, flush=True)
             self._kill(silent)
         return bool(silent)
 
@@ -202,6 +203,12 @@ class Heartbeat:
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(GRACE_SECONDS):
             os._exit(1)
+
+
+def store_prefix() -> str:
+    """Of this start of the ranks: the store of torchrun's agent outlives them, any other one is new at each start."""
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"{PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else '0'}"
 
 
 def store_address() -> tuple[str, int]:

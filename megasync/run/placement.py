@@ -13,10 +13,19 @@ from bridge.replicas.pool import ReplicaPool
 from engine.engine import Engine
 from engine.offload import Offload
 from megasync.config.schema import Config
-from megasync.reporting.timeline import Timeline
-from megasync.run.rank_zero import on_rank_zero
+from megasync.report.timeline import Timeline
+from megasync.run.rank_zero import RankZeroPart
 
 PARAMETERS = "parameters"
+
+
+def make_room_for_replicas(config: Config, engine: Engine, timeline: Timeline) -> Offload:
+    """Before replicas start on the trainer's devices: offload its state. Nothing where they have devices of their own."""
+    offload = Offload(engine)
+    if config.rollout.is_colocated:
+        with timeline.span("offload", "trainer"):
+            offload.offload(config.rollout.offload_trainer)
+    return offload
 
 
 class DeviceSharing:
@@ -26,13 +35,13 @@ class DeviceSharing:
     device; during a sync also its parameters. While they sleep the trainer has all of its own.
     """
 
-    def __init__(self, config: Config, engine: Engine, timeline: Timeline) -> None:
+    def __init__(self, config: Config, offload: Offload, pool: RankZeroPart[ReplicaPool], timeline: Timeline) -> None:
+        """`offload`: that of `make_room_for_replicas`, before these started."""
         self.is_shared = config.rollout.is_colocated
         self.keeps_weights = config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"  # the base is never sent
         self.kinds, self.timeline = config.rollout.offload_trainer, timeline
-        self.offload = Offload(engine)
-        self.trainer_has_devices = True
-        self.pool: ReplicaPool | None = None  # rank 0's
+        self.offload, self.pool = offload, pool
+        self.trainer_has_devices = not self.is_shared
 
     def give_to_replicas(self) -> None:
         """Offloads the trainer's state; the replicas wake by themselves."""
@@ -45,7 +54,7 @@ class DeviceSharing:
     def sync(self) -> Iterator[None]:
         """Within the block the trainer's parameters are on the device; afterwards they are offloaded."""
         if self.is_shared:
-            self.trainer_has_devices = False  # from here on, also where the block raises: `reclaim` has to know
+            self.trainer_has_devices = False  # also where the block raises, for `end_replicas`
             with self.timeline.span("offload", "trainer"):
                 self.offload.offload([kind for kind in self.kinds if kind != PARAMETERS])
                 self.offload.reload([PARAMETERS])
@@ -57,16 +66,17 @@ class DeviceSharing:
         if self.is_shared and not self.trainer_has_devices:
             with self.timeline.span("sleep", "trainer"):
                 keep = keep_weights or self.keeps_weights
-                on_rank_zero(lambda: self.pool.sleep(keep_weights=keep) if self.pool is not None else None)
+                self.pool.call(lambda pool: pool.sleep(keep_weights=keep))
                 self.offload.reload()
             self.trainer_has_devices = True
 
-    def reclaim(self) -> None:
-        """Once the replicas have ended: all is the trainer's."""
-        if self.is_shared and not self.trainer_has_devices:
-            self.pool = None
-            self.offload.reload()
-            self.trainer_has_devices = True
+    def end_replicas(self) -> None:
+        """Where they share the trainer's devices, which are the trainer's from then on."""
+        if self.is_shared:
+            self.pool.call(lambda pool: pool.close())
+            if not self.trainer_has_devices:
+                self.offload.reload()
+                self.trainer_has_devices = True
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -76,4 +86,4 @@ class DeviceSharing:
         yield
         if borrowed:
             self.give_to_replicas()
-            on_rank_zero(lambda: self.pool.wake() if self.pool is not None else None)
+            self.pool.call(lambda pool: pool.wake())

@@ -1,11 +1,13 @@
-"""What rank 0 does for all ranks: its result, or its failure, reaches every one; and the tokens of a batch, on their way from it.
+"""What rank 0 does for all ranks: its result, or its failure, reaches every rank; and the tokens of a batch on their way there.
 
-Tokens go to the ranks that train on them as flat buffers; nothing of it is pickled. Sizes and rewards of all samples are on every
+Tokens go to the ranks that train on them as flat buffers, without pickle. Sizes and rewards of all samples are on every
 rank already (SampleTable), so that both sides know what a buffer holds. Rank 0 sends each data-parallel rank's share to the first
 of its tensor- and pipeline-parallel peers, which passes it on to the others. Leaves out who needs which sample
 (engine.batch.plan.needed_samples).
 
     number = on_rank_zero(lambda: ask_ray())                  # collective
+    pool = RankZeroPart(start_replicas)                       # collective
+    hosts = pool.call(lambda pool: pool.reader_hosts())       # collective
     scatter = TokenScatter.from_layout(engine.layout)
     table = scatter(table, engine.needed_samples(table))      # collective
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +34,14 @@ if TYPE_CHECKING:
     from engine.runtime.parallel import Layout
 
 NO_LIMIT = timedelta(days=365)
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 EXPECTED = (RuntimeError, ValueError, OSError)  # their text says enough; anything else keeps its traceback
 MESSAGE_ELEMENTS = 2**28  # of 4 bytes
 
 
 class RankZeroError(RuntimeError):
     """Rank 0 failed at what it does for all; raised on every rank with its text."""
-
-
-class TooFewReplicasError(RankZeroError):
-    """Fewer than `rollout.min_replicas` replicas run, and no more came within `rollout.restart_timeout_seconds`."""
 
 
 def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda result: result) -> Any:
@@ -69,6 +69,25 @@ def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lam
     return result if dist.get_rank() == 0 else box[0]
 
 
+def of_rank_zero(part: Part | None) -> Part:
+    """The part, in code that only rank 0 runs."""
+    assert part is not None
+    return part
+
+
+class RankZeroPart(Generic[Part]):
+    """A part of a run that rank 0 alone has, such as its replicas. Methods are collective."""
+
+    def __init__(self, make: Callable[[], Part]) -> None:
+        """`make` is called on rank 0. RankZeroError on every rank where it raises."""
+        self.here: Part | None = on_rank_zero(make, lambda _: None)  # rank 0's
+
+    def call(self, work: Callable[[Part], Result], for_others: Callable[[Result], Result] = lambda result: result) -> Result:
+        """As on_rank_zero, with the part."""
+        found: Result = on_rank_zero(lambda: work(of_rank_zero(self.here)), for_others)
+        return found
+
+
 def control_group() -> dist.ProcessGroup:
     """A gloo group of all ranks, for objects and for whoever waits on rank 0. The first call is collective.
 
@@ -87,7 +106,7 @@ def _control_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG0
 
 
 def flatten(table: SampleTable, indices: Sequence[int]) -> torch.Tensor:
-    """The arrays of these samples in one int32 buffer, sample after sample; log-probs by their bits."""
+    """The arrays of these samples in one int32 buffer, sample after sample; log-probs reinterpreted as int32."""
     samples = [table.samples[index] for index in indices]
     arrays = [array for sample in samples if sample is not None for array in _arrays(sample, table)]
     sizes = chain.from_iterable(array_sizes(table, indices))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import psutil
@@ -15,16 +15,16 @@ import torch
 
 from bridge.config import ReplicaConfig
 from bridge.replicas.pool import ReplicaPool
-from megasync.config.schema import Config
-from megasync.hf.folder import model_shape, most_parameters
+from engine.config import DTYPE_BYTES
+from megasync.config.schema import Config, RolloutConfig
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.ray_cluster import start_ray
 from megasync.launch.scope import ray_address
-from megasync.planning.hardware import GIB, hardware
-from megasync.planning.replicas import worker_memory
+from megasync.models.folder import most_parameters
 
 STATE_BYTES = 24  # of the trainer for each parameter, at most: weights, gradients, float32 copy, moments
-TRAINER_BYTES = 2 * GIB  # beside them once its model is built: CUDA's context
+TRAINER_BYTES = 2 * 2**30  # beside them once its model is built: CUDA's context
+WORKER_BYTES = 8 * 2**30  # of a vLLM worker beside weights and KV cache: activations, CUDA graphs, workspaces, CUDA's context
 FREE_SHARE = 0.9
 
 
@@ -37,9 +37,9 @@ class ReplicaStart:
         self._pool: ReplicaPool | None = None
 
     def begin(self) -> None:
-        """Does not wait for replicas. What goes wrong `finish` tries again, and raises it where the other ranks hear of it.
+        """Does not wait for replicas. Errors are kept: `finish` retries and raises on all ranks.
 
-        To be called once this process has the environment that the replicas are to have, too.
+        To be called once this process has the environment of the replicas.
         """
         with suppress(Exception):  # such as GPUs that a former start still holds
             self._begin()
@@ -69,44 +69,35 @@ class ReplicaStart:
 
 
 def has_room(config: Config, free_bytes: int) -> bool:
-    """Whether a replica and a rank of the trainer on one device, with so many bytes free, have all of their memory at once. Pure
-    but for sizes in the model folder.
+    """Whether a replica and a trainer rank on one device fit into `free_bytes` at the same time. Reads sizes in the model folder.
 
-    Only where `rollout.kv_cache_bytes` says what the KV cache takes, which vLLM otherwise finds by what is free while it starts.
+    Only with `rollout.kv_cache_bytes`: without it vLLM sizes the KV cache by the memory that is free while it starts.
     """
     rollout, folder = config.rollout, Path(config.model.path)
     if not rollout.is_colocated or rollout.kv_cache_bytes is None:
         return False
     num_parameters = most_parameters(folder)
-    worker = worker_memory(config, model_shape(folder), num_parameters, hardware("h100"))  # any GPU: the cache's size is given
-    replica = max(worker.total, int(rollout.gpu_memory_utilization * free_bytes))
+    weights = num_parameters * DTYPE_BYTES[config.model.dtype] // rollout.tensor_parallel
+    replica = max(weights + rollout.kv_cache_bytes + WORKER_BYTES, int(rollout.gpu_memory_utilization * free_bytes))
     return replica + num_parameters * STATE_BYTES + TRAINER_BYTES < FREE_SHARE * free_bytes
 
 
 def replica_config(config: Config) -> ReplicaConfig:
-    """What each replica is started with."""
+    """For each replica: keys of `rollout` by their own names, and what other sections decide."""
     rollout, lora = config.rollout, config.engine.lora
+    names = {field.name for field in fields(ReplicaConfig)} & RolloutConfig.model_fields.keys()
     return ReplicaConfig(
+        **{name: getattr(rollout, name) for name in names},
         model_path=str(Path(config.model.path).resolve()),
         dtype=config.model.dtype,
         head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
         is_deterministic=config.run.deterministic,
         is_exact=config.model.exact,
-        tensor_parallel=rollout.tensor_parallel,
-        max_model_len=rollout.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_bytes=rollout.kv_cache_bytes,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
-        on_update=rollout.on_update,
         recomputes_cache=rollout.cache_on_update == "recompute",
         seed=config.run.seed,
-        start_timeout_seconds=rollout.start_timeout_seconds,
-        answer_timeout_seconds=rollout.answer_timeout_seconds,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
         shares_devices=rollout.is_colocated,
         devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
         detokenizes=bool(rollout.stop or rollout.episode),
         returns_experts=config.algorithm.router_replay == "rollout",
-        engine_arguments=rollout.engine_arguments,
     )

@@ -1,16 +1,16 @@
-"""More or fewer replicas for a run that goes on, as somebody asks for them: the request, and rank 0's side between two syncs.
+"""More or fewer replicas while a run is in progress: the request, and rank 0's side between two syncs.
 
-`megasync scale` asks and is answered by two files in the run's folder. The request stays until the run is done, and holds for a
-run that is resumed; the answer grows. Both are written whole.
+`megasync scale` writes a request file into the run's folder; the run answers in a second file. The request stays until the run is
+done, also where it is resumed; the answer grows. Both are written atomically.
 
 New replicas start in the background, as one that was lost does, and take part in the first sync after that, which brings them the
-weights. One that is to leave gets no more groups; it takes part in syncs until those that it works on have ended, and is then
-ended. Leaves out the command (megasync/scale.py) and the actors (bridge/replicas/actors.py). No torch in here.
+weights. A leaving replica gets no more groups; it takes part in syncs until its groups have ended, and is then ended.
+ Leaves out the command (megasync/tools/scale/command.py) and the actors (bridge/replicas/actors.py). No torch in here.
 
     ask(run_folder, Request("20f1", replicas=4, configured=2))
-    scaling = Scaling(config, pool, stream.let_go, log.note)
-    scaling.look(version)           # before the members of the next sync are settled
-    scaling.tell(version)           # after that
+    scaling = Scaling(config, pool, rollouts.release_idle, log.note)
+    scaling.apply_request(version)  # before the members of the next sync are settled
+    scaling.write_answer(version)   # after that
     read_answer(run_folder)         # Answer("20f1", ("taken at version 12: ...",), code=None)
 """
 
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What has come of the request of this key so far; `code`: None while more is to come."""
+    """The answer to the request of this key so far; `code`: None while it is being carried out."""
 
     key: str
     lines: tuple[str, ...] = ()
@@ -98,15 +98,15 @@ def read_answer(run_folder: Path) -> Answer | None:
 
 
 def forget_request(run_folder: Path) -> None:
-    """Of a run that begins anew, or that is done."""
+    """At the start of a new run, and once all steps are done."""
     for name in (REQUEST_FILE, ANSWER_FILE):
         (run_folder / name).unlink(missing_ok=True)
 
 
 def asked_number(request: Request, wanted: set[int], hosts: Mapping[int, str]) -> tuple[int, list[int]]:
-    """How many replicas there are to be, and which shall not be among them. Pure.
+    """How many replicas are requested, and which are excluded. Pure.
 
-    `wanted`: those that there are to be now; `hosts`: the host name of each that is there, which may have a domain.
+    `wanted`: replicas that are wanted now; `hosts`: the host name of each that is there, which may have a domain.
     """
     if not request.without:
         return request.replicas, []
@@ -128,10 +128,12 @@ def refusal(request: Request, number: int, there: list[int], min_replicas: int) 
 class Scaling:
     """Of one run; methods are called on rank 0, on the trainer's thread."""
 
-    def __init__(self, config: Config, pool: ReplicaPool, let_go: Callable[[], set[int]], note: Callable[[str], None]) -> None:
-        """`let_go`: forgets replicas that are wanted no more and have nothing to do; it gives those that still have something."""
+    def __init__(
+        self, config: Config, pool: ReplicaPool, release_idle: Callable[[], set[int]], note: Callable[[str], None]
+    ) -> None:
+        """`release_idle`: forgets leaving replicas that have nothing to do; returns the leaving ones that still work."""
         self.folder, self.min_replicas, self.configured = config.run.folder, config.rollout.min_replicas, config.rollout.replicas
-        self.pool, self.let_go, self.note = pool, let_go, note
+        self.pool, self.release_idle, self.note = pool, release_idle, note
         former = read_answer(self.folder)
         self._answer = Answer("")
         self._refused = former.key if former is not None and former.code == REFUSED else ""
@@ -139,14 +141,14 @@ class Scaling:
         self._members: set[int] = set(pool.members)
         self._unreadable = ""
 
-    def look(self, version: int) -> None:
-        """Take what is asked for, and let go who has nothing to do any more."""
+    def apply_request(self, version: int) -> None:
+        """Take a new request, and end leaving replicas that have nothing to do."""
         request = self._read()
         if request is not None and request.key not in (self._answer.key, self._refused):
             self._take(request, version)
         self._is_first = False
         if self.pool.leaving:
-            self.pool.dismiss(*(self.pool.leaving - self.let_go()))
+            self.pool.dismiss(*(self.pool.leaving - self.release_idle()))
 
     def _read(self) -> Request | None:
         try:
@@ -158,8 +160,8 @@ class Scaling:
             return None
 
     def _take(self, request: Request, version: int) -> None:
-        """At the first look the request is that of a process which this one goes on from: it holds for as long as the config has
-        the same number, and what was said of a host is over.
+        """The first request may be of the process that this one resumes: it holds as long as the config has the same number;
+        a request to leave a host does not.
         """
         self._answer = Answer(request.key)
         former = read_answer(self.folder)
@@ -176,12 +178,12 @@ class Scaling:
         before = set(self.pool.members)
         self.pool.scale(number, without)
         new, leaving = sorted(self.pool.wanted - before), sorted(before - self.pool.wanted)
-        told = [f"{name_replicas(new)} to start"] if new else []
-        told += [f"{name_replicas(leaving)} to leave"] if leaving else []
-        self._say(f"taken at version {version}: {number} replicas; {', '.join(told) or 'they are there'}")
+        changes = [f"{name_replicas(new)} to start"] if new else []
+        changes += [f"{name_replicas(leaving)} to leave"] if leaving else []
+        self._say(f"taken at version {version}: {number} replicas; {', '.join(changes) or 'they are there'}")
 
-    def tell(self, version: int) -> None:
-        """Who has come and gone with the sync that brings `version`, and whether all of it is done."""
+    def write_answer(self, version: int) -> None:
+        """Report the replicas that came and went with the sync of `version`, and whether the request is done."""
         members = set(self.pool.members)
         came, went, self._members = sorted(members - self._members), sorted(self._members - members), members
         if not self._answer.key or self._answer.code is not None:
@@ -193,8 +195,8 @@ class Scaling:
         if members == self.pool.wanted:
             self._say(f"done: {len(members)} replicas", DONE)
         elif given_up and members == self.pool.wanted - given_up.keys():
-            told = "; ".join(f"replica {replica} did not start: {text}" for replica, text in given_up.items())
-            self._say(f"{told}; the run goes on with {len(members)} replicas", FAILED)
+            failed = "; ".join(f"replica {replica} did not start: {text}" for replica, text in given_up.items())
+            self._say(f"{failed}; the run goes on with {len(members)} replicas", FAILED)
 
     def _say(self, line: str, code: int | None = None) -> None:
         self._answer = Answer(self._answer.key, (*self._answer.lines, line), code)

@@ -1,13 +1,13 @@
-"""What a run writes of each step: its metrics with times and memory, and its first responses with what both sides say of them.
+"""The lines of each step: its metrics with times and memory, and its first responses with the log-probs of both sides.
 
 A step's line has its wall time by phase, and the phases add up to it. Its time is that since the line before, so that evaluation
-and checkpoint after step 10 are in the line of step 11; those after the last step are the end's. Leaves out what happens beside
-the steps, such as rollouts ahead of them (timeline.json), and the files (megasync/reporting/log.py).
+and checkpoint after step 10 are in the line of step 11; after the last step they count as the end. Leaves out rollouts ahead of
+the steps (timeline.json), and the files (megasync/report/log.py).
 
-    clock = StepClock(psutil.Process().create_time())
-    clock.start()                                   # the first step begins
-    with clock.phase("train"): ...
-    clock.take(generates=True)                      # {"step/seconds": 1.5, "step/train_seconds": 0.6, ...}
+    timer = StepTimer(psutil.Process().create_time())
+    timer.start()                                   # the first step begins
+    with timer.phase("train"): ...
+    timer.flush(generates=True)                     # {"step/seconds": 1.5, "step/train_seconds": 0.6, ...}
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.attention import fused
-from engine.batch.batch import SampleTable
 from engine.engine import Engine
 from engine.minibatch import MiniBatch
 from engine.runtime import memory
 from engine.sample import Sample
 from megasync.config.schema import Config
-from megasync.planning.replicas import TRAINING_DEVICE
-from megasync.reporting.log import RunLog
+from megasync.report.log import TRAINING_DEVICE, RunLog
 from megasync.rollouts.requests import rows_of_first_members, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch
 
@@ -40,13 +38,13 @@ OF_GENERATION = ("rollout", "sync")
 def compare(
     samples: Sequence[Sample | None], trained: Sequence[npt.NDArray[np.float32]], version: int, *, recomputes: bool
 ) -> dict[str, float]:
-    """Tokens that count, and of these the ones that differ.
+    """Counts trained tokens, and those whose two log-probs differ.
 
     Args:
         samples: of the step, all with their tokens.
         trained: of each sample the trainer's log-probs of its response's tokens, before the step.
         version: of the weights that the step trains.
-        recomputes: whether what a sample had cached is computed anew where new weights come (rollout.cache_on_update).
+        recomputes: whether new weights recompute what a sample had cached (rollout.cache_on_update).
     """
     compared = differing = 0
     for sample, log_probs in zip(samples, trained, strict=True):
@@ -61,7 +59,7 @@ def compare(
     return {"exact/compared_tokens": float(compared), "exact/differing_tokens": float(differing)}
 
 
-class StepClock:
+class StepTimer:
     """Of one rank. A phase within another counts as the outer one."""
 
     def __init__(self, begin_seconds: float, now: Callable[[], float] = time.time) -> None:
@@ -93,7 +91,7 @@ class StepClock:
     def elapsed(self) -> float:
         return self.now() - self.begin_seconds
 
-    def take(self, *, generates: bool) -> dict[str, float]:
+    def flush(self, *, generates: bool) -> dict[str, float]:
         """Metrics of the step whose line is written now: `step/seconds`, and its parts, the rest as `step/other_seconds`."""
         assert self._line_seconds is not None
         end = self.now()
@@ -116,45 +114,48 @@ class StepLog:
     """Of one rank; rank 0 writes."""
 
     def __init__(
-        self, config: Config, engine: Engine, log: RunLog, clock: StepClock, *, first_step: int, is_writer: bool
+        self, config: Config, engine: Engine, log: RunLog, timer: StepTimer, *, first_step: int, is_writer: bool
     ) -> None:
-        self.config, self.engine, self.log, self.clock = config, engine, log, clock
+        self.config, self.engine, self.log, self.timer = config, engine, log, timer
         self.first_step, self.is_writer = first_step, is_writer
-        self.generated: SampleTable | None = None  # the batch of the step, on rank 0 with all tokens
-        self.lines: list[dict[str, Any]] = []  # for samples.jsonl, of the step that is trained
-        self.in_training: dict[str, float] = {}  # of a device that replicas share: while they sleep
+        self._lines: list[dict[str, Any]] = []  # for samples.jsonl, of the step that is trained
+        self._in_training: dict[str, float] = {}  # memory of a device that replicas share, while they sleep
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """The step's line in metrics.jsonl. Not collective."""
-        times = self.clock.take(generates=self.config.algorithm.name == "grpo")
+        times = self.timer.flush(generates=self.config.algorithm.name == "grpo")
         seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
         times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
         is_first, uses_kernels = step == self.first_step, self.engine.use_fused and not self.config.model.exact
         if is_first and uses_kernels and (problem := fused.problem()):
             self.log.note(problem)
-        self.log.step(step + 1, {"version": step + 1, **metrics, **times, **memory.memory_metrics(), **self.in_training})
+        self.log.step(step + 1, {"version": step + 1, **metrics, **times, **memory.memory_metrics(), **self._in_training})
 
-    def compare(self, step: int, trained: Sequence[MiniBatch]) -> dict[str, float]:
-        """model.exact: what the function of this name finds in the step's batch, on rank 0; else nothing. Collective."""
-        if not self.config.model.exact or self.generated is None:
+    def compare(self, step: int, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> dict[str, float]:
+        """With model.exact the function of this name on the step's batch, on rank 0; else nothing. Collective."""
+        if not self.config.model.exact:
             return {}
-        log_probs = self.engine.old_log_probs(trained, self.generated, range(len(self.generated)))
+        log_probs = self.engine.old_log_probs(trained, rollout.generated, range(len(rollout.generated)))
         recomputes = self.config.rollout.cache_on_update == "recompute"
-        return compare(self.generated.samples, log_probs, step, recomputes=recomputes) if self.is_writer else {}
+        return compare(rollout.generated.samples, log_probs, step, recomputes=recomputes) if self.is_writer else {}
+
+    def begin(self, rollout: RolloutBatch) -> None:
+        """Keep the batch's lines until it is trained, or fails. Not collective."""
+        self._lines = rollout.lines
 
     def samples(self, step: int, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
-        """The step's first responses, with what both sides say of their tokens. Collective. The batch has just been trained."""
+        """The step's first responses, with the log-probs of both sides. Collective. The batch has just been trained."""
         if self.config.rollout.is_colocated and (taken := memory.device_bytes()):
-            self.in_training = {TRAINING_DEVICE: float(taken)}
+            self._in_training = {TRAINING_DEVICE: float(taken)}
         columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
         rows = rows_of_first_members(columns["group"], columns["member"], number)
-        lines, self.lines = self.lines, []
+        lines, self._lines = self._lines, []
         if chosen := [row for of_member in rows for row in of_member]:
             log_probs = iter(self.engine.old_log_probs(trained, rollout.samples, chosen))
-            told = [list(islice(log_probs, len(of_member))) for of_member in rows]
-            lines = [with_trainer_log_probs(*each) for each in zip(lines, told, strict=True)] if lines else []
+            by_member = [list(islice(log_probs, len(of_member))) for of_member in rows]
+            lines = [with_trainer_log_probs(*each) for each in zip(lines, by_member, strict=True)] if lines else []
         self.log.samples(step + 1, lines)
 
     def give_up(self, step: int) -> None:
         """The lines of a step that failed. Not collective."""
-        self.log.samples(step + 1, self.lines)
+        self.log.samples(step + 1, self._lines)

@@ -1,4 +1,6 @@
-"""What a supervised run measures on held-out data, and writes of what it trains. Leaves out the steps (loop.py).
+"""SupervisedSession: a run that trains on given answers; its batches, held-out metrics and logged samples.
+
+Leaves out what every run has (session.py) and the steps (loop.py).
 
 held_out_metrics(engine, prompts.supervised_batch(examples))    # {"eval/loss": 0.7, "eval/perplexity": 2.0, "eval/accuracy": 0.1}
 """
@@ -14,13 +16,46 @@ import numpy as np
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.data_section import TRAIN_SET
+from megasync.config.schema import Config
 from megasync.data.data import Example
+from megasync.data.load import RunData
 from megasync.data.prompts import Prompts
 from megasync.episodes.segments import Branch
 from megasync.rollouts.evaluation import error_metric
+from megasync.rollouts.progress import Progress
 from megasync.rollouts.requests import pieces
+from megasync.run.heartbeat import Heartbeat
+from megasync.run.session import Ends, Session
 
 MAX_EXPONENT = 700.0  # of a float64
+
+
+class SupervisedSession(Session):
+    """Every rank has the data."""
+
+    def __init__(self, config: Config, data: RunData, heartbeat: Heartbeat, ends: Ends) -> None:
+        super().__init__(config, data, heartbeat, ends)
+        self.data, self.order = data, data.order(config)
+
+    def batch(self, step: int) -> list[Sample]:
+        """The examples of a step, the same on every rank. Not collective."""
+        size = self.config.data.batch_size
+        first = self._num_trained(step)
+        examples = [self.data.train[self.order.index(ordinal)] for ordinal in range(first, first + size)]
+        if step == self.first_step:
+            lines = list(sample_lines(self.data.prompts, examples[: self.config.run.log_samples]))
+            self.log.samples(step + 1, lines)
+        return self.data.prompts.supervised_batch(examples)
+
+    def _num_trained(self, step: int) -> int:
+        """Prompts before `step`."""
+        return self.first_progress.num_trained + (step - self.first_step) * self.config.data.batch_size
+
+    def progress(self) -> Progress:
+        return Progress(self._num_trained(self.step + 1), order=self.order)
+
+    def find_metrics(self, step: int) -> dict[str, float]:
+        return held_out_metrics(self.engine, self.data.prompts.supervised_batch(self.data.held_out))
 
 
 def held_out_metrics(engine: Engine, samples: Sequence[Sample]) -> dict[str, float]:

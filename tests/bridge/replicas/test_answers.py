@@ -1,4 +1,4 @@
-"""What is told of actors that give no answer. Actors of a real Ray, without vLLM.
+"""Errors of actors that give no answer. Actors of a real Ray, without vLLM.
 
 python -m pytest tests/bridge/replicas/test_answers.py
 """

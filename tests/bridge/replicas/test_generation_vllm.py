@@ -26,7 +26,7 @@ from tests.engine.moe.router_cases import hf_routed
 from tests.support.sources import DictSource
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(300)]
 PROMPT = (20, 21, 22, 23)
 PROMPTS = ((20, 21, 22, 23, 24, 25), (30, 31))
 NUM_SAMPLES = 3
@@ -94,8 +94,8 @@ def test_log_probs_are_those_of_the_tokens_that_are_left(pool, folders: list[Pat
 
 def test_what_vllm_refuses_of_a_request_is_a_value_error(pool) -> None:
     """Its own class is none from 0.32 on; by any other error a replica counts as lost."""
-    for prompt_ids, told in (((10**6,), "out of vocabulary"), ((20,) * 300, "maximum")):
-        with pytest.raises(ValueError, match=told):
+    for prompt_ids, pattern in (((10**6,), "out of vocabulary"), ((20,) * 300, "maximum")):
+        with pytest.raises(ValueError, match=pattern):
             ray.get(pool.hand_in(0, [GroupRequest(1, GenerationRequest(prompt_ids, num_samples=1, max_new_tokens=4), (0,))]))
     assert len(generate(pool)[0].token_ids)
 
@@ -140,9 +140,9 @@ def test_every_token_s_experts_are_those_of_transformers_over_an_update_too(pool
     _, _, chosen = hf_routed(str(folders[0]), samples, None)
     assert len({len(completion.token_ids) for _, completion in done}) > 1
     for (prompt, completion), rows in zip(done, chosen, strict=True):
-        told = completion.routed_experts
-        assert told.dtype == np.uint8 and told.shape == (len(prompt) + len(completion.token_ids) - 1, 2, 3)
-        assert np.array_equal(np.sort(told, -1), np.sort(rows[:-1], -1))
+        experts = completion.routed_experts
+        assert experts.dtype == np.uint8 and experts.shape == (len(prompt) + len(completion.token_ids) - 1, 2, 3)
+        assert np.array_equal(np.sort(experts, -1), np.sort(rows[:-1], -1))
     tensors = {name: tensor.to(torch.float32) for name, tensor in load_file(folders[1] / "model.safetensors").items()}
     publisher = Publisher(DictSource(tensors), pool, SyncConfig(bucket_bytes=2**20, timeout_seconds=60))
     timer = threading.Timer(0.3, lambda: publisher.publish(0))
@@ -170,7 +170,7 @@ def test_a_pause_waits_for_no_call_that_failed_before_it_generated(pool: OpenPoo
 
 def test_replicas_that_have_only_begun_to_start_end_with_their_pool(pool, folders: list[Path]) -> None:
     beginning = OpenPool.begin_start(ReplicaConfig(str(folders[1]), "float32", max_model_len=64, kv_cache_bytes=2**26), 1)
-    (actor,) = beginning._starting.values()
+    actor = beginning._replicas[0].actor
     assert beginning.members == [] and actor.started is not None
     beginning.close()
     with pytest.raises(ray.exceptions.RayActorError):

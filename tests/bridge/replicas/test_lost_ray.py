@@ -39,7 +39,7 @@ class LightActors(ReplicaActors):
 found = {}
 stop = start_ray("local")
 actors = LightActors.start(ReplicaConfig("", "float32", start_timeout_seconds=120.0), 2)
-found["members"], found["notes"] = actors.members, actors.take_untold()
+found["members"], found["notes"] = actors.members, actors.drain_notes()
 raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
 os.kill(raylet.pid, signal.SIGKILL)
 begin = time.monotonic()

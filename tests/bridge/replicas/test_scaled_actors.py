@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.config import ReplicaConfig
-from bridge.replicas.actors import ReplicaActors, choose_wanted
+from bridge.replicas.actors import ReplicaActors, State, choose_wanted
 from bridge.replicas.launched import ReplicaActor
 from bridge.replicas.places import room_problem
 
@@ -35,15 +35,16 @@ class SlowActors(ReplicaActors):
         super().__init__(ReplicaConfig("nowhere"), num_replicas)
         self.seconds, self.alive = seconds, list[int]()
         self._log = threading.Lock()
-        self._actors = self._launch(range(num_replicas), serves_folder=True)
-        self.members = sorted(self._actors)
+        self._take_as_members(self._begin_launch(range(num_replicas), serves_folder=True))
 
-    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
-        time.sleep(self.seconds)
+    def _begin_launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
         with self._log:
             assert not set(replicas) & set(self.alive), "two actors of one number"
             self.alive += replicas
         return {replica: ReplicaActor(replica) for replica in replicas}
+
+    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> None:
+        time.sleep(self.seconds)
 
     def _end(self, actors: Collection[ReplicaActor], seconds: float = 0.0) -> None:
         time.sleep(self.seconds)
@@ -53,7 +54,7 @@ class SlowActors(ReplicaActors):
 
 
 def is_busy(actors: SlowActors) -> bool:
-    return bool(actors._endings) or any(thread.is_alive() for thread in list(actors._restarts.values()))
+    return bool(actors._numbers(State.STARTING, State.ENDING))
 
 
 @settings(deadline=None, max_examples=25)
@@ -79,7 +80,7 @@ def test_after_any_changes_those_that_are_wanted_are_there_and_no_others(
         time.sleep(0.002)
     assert set(actors.members) == actors.wanted
     assert sorted(actors.alive) == sorted(actors.wanted)
-    assert actors.given_up == {} and actors.take_untold() == []
+    assert actors.given_up == {} and actors.drain_notes() == []
     actors.close()
     assert actors.alive == []
 

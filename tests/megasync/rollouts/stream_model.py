@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +19,9 @@ import numpy as np
 
 from bridge.generation import Collected, Completion, Finished, GroupRequest
 from bridge.messages import NotServingError
+from megasync.rewards.pool import Scored
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.stream import RolloutStream
 
 START_SECONDS = 0.1  # of a replica in the place of one that was lost; long enough for the dispatcher to hear of the loss
 
@@ -215,3 +219,20 @@ class ModelPool:
             self.replicas[replica].advance()
             self.replicas[replica].is_open = True
         self.version = version
+
+
+async def by_parity(group: Group, samples: Sequence[int]) -> list[Scored]:
+    """Rewards of 0 and 1 in turns."""
+    return [Scored(float(sample % 2), {}) for sample in samples]
+
+
+@contextmanager
+def streaming(
+    pool: object, settings: StreamSettings, make_group: Callable[[int], Group], score: Any = by_parity, episodes: Any = None
+) -> Iterator[RolloutStream]:
+    """A stream on the pool's loop, if it has one."""
+    stream = RolloutStream(cast(Any, pool), settings, make_group, score, print, getattr(pool, "loop", None), episodes)
+    try:
+        yield stream
+    finally:
+        stream.close()

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from bridge.generation import GenerationRequest, GroupRequest
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
-from megasync.episodes.wire import Ask, Ended
-from megasync.rewards.pool import Scored
+from megasync.episodes.exchange import Ask, EpisodeEnd
 from megasync.rollouts.group import Group, StreamSettings
-from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.turns import EpisodeSettings
-from tests.megasync.rollouts.stream_model import ModelPool
+from tests.megasync.rollouts.stream_model import ModelPool, streaming
 
 BATCH_SIZE, GROUP_SIZE, SLOTS, NUM_TURNS, NUM_STEPS = 16, 8, 64, 8, 6
 
@@ -29,7 +26,7 @@ class Tools:
 
     takes_time: bool
 
-    async def run(self, task: Task, ask: Any, history: Any = None) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    async def run(self, task: Task, ask: Any, history: Any = None) -> tuple[EpisodeEnd, list[tuple[Any, Turn]]]:
         source, turns = random.Random(f"{task.seed}/{task.member}"), list[tuple[Any, Turn]]()
         ids = list(task.prompt_ids)
         for number in range(NUM_TURNS):
@@ -39,7 +36,7 @@ class Tools:
             prompt = np.array(ids, np.int32)
             turns.append((prompt, await ask(Ask(0, number, prompt, None, ()))))
             ids += [*turns[-1][1].token_ids.tolist(), 9]
-        return Ended(0, tuple(range(NUM_TURNS)), 1.0), turns
+        return EpisodeEnd(tuple(range(NUM_TURNS)), 1.0), turns
 
 
 def seconds_of_a_run(*, tools: bool) -> tuple[float, int]:
@@ -51,32 +48,26 @@ def seconds_of_a_run(*, tools: bool) -> tuple[float, int]:
     pool = ModelPool(2, length, max_num_seqs=SLOTS // 2, step_seconds=0.004, sample_seconds=0.0004)
     request, ends, most = GenerationRequest((1, 2, 3), num_samples=GROUP_SIZE, max_new_tokens=40), list[float](), [0]
 
-    async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
-        return [Scored(float(sample % 2), {}) for sample in samples]
-
     settings = StreamSettings(2, BATCH_SIZE, NUM_STEPS, SLOTS // 2 + GROUP_SIZE, 20.0, 60.0)
     episodes = Tools(tools), EpisodeSettings(NUM_TURNS, 1000)
 
     def make_group(ordinal: int) -> Group:
         return Group(ordinal, request, task=Task("", (1, 2, 3), "", seed=ordinal))
 
-    stream = RolloutStream(cast(Any, pool), settings, make_group, score, print, pool.loop, cast(Any, episodes))
+    with streaming(pool, settings, make_group, episodes=episodes) as stream:
 
-    async def train() -> None:
-        pool.sync(0)
-        await stream._serve(0)
-        for step in range(NUM_STEPS):
-            await stream._admit(step)
-            assert await stream._take(step) is not None
-            ends.append(pool.loop.time())
-            most[0] = max(most[0], *(lane.load.samples for lane in stream._dispatcher._lanes.values()))
-            pool.sync(step + 1)
-            await stream._serve(step + 1)
+        async def train() -> None:
+            pool.sync(0)
+            await stream.serve(0)
+            for step in range(NUM_STEPS):
+                await stream.admit(step)
+                assert await stream.take(step) is not None
+                ends.append(pool.loop.time())
+                most[0] = max(most[0], *(slot.load.samples for slot in stream.dispatcher.slots.values()))
+                pool.sync(step + 1)
+                await stream.serve(step + 1)
 
-    try:
         stream.run(train())
-    finally:
-        stream.close()
     return ends[-2] - ends[0], most[0]
 
 

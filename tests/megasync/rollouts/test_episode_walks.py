@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from bridge.generation import Completion, GenerationRequest
 from megasync.episodes.record import History, turns_of
 from megasync.episodes.segments import Turn
-from megasync.episodes.task import EpisodeLimitError, Played, Task
-from megasync.episodes.wire import Ask, Ended
-from megasync.rewards.wire import Failure
+from megasync.episodes.task import EpisodeLimitError, EpisodeResult, Task
+from megasync.episodes.exchange import Ask, EpisodeEnd
+from megasync.workers.failure import Failure
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.scheduler import Load, choose_for_turn, choose_replica
-from megasync.rollouts.stream import RolloutStream
 from megasync.rollouts.turns import EpisodeFailedError, EpisodeSettings, Player, turn_seed
-from tests.megasync.rollouts.stream_model import ModelPool
+from tests.megasync.rollouts.stream_model import ModelPool, streaming
 from tests.megasync.rollouts.test_stream_walks import Walk, Ways, random_ways
 
 MOST_TURNS, GIVEN = 4, 10_000
@@ -45,7 +44,7 @@ class RandomPlayer:
 
     num_resumed: int = 0
 
-    async def run(self, task: Task, ask: Any, history: History | None = None) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    async def run(self, task: Task, ask: Any, history: History | None = None) -> tuple[EpisodeEnd, list[tuple[Any, Turn]]]:
         self.running += 1
         history = history or History()
         try:
@@ -55,7 +54,7 @@ class RandomPlayer:
         finally:
             self.running -= 1
 
-    async def _play(self, task: Task, ask: Any, history: History) -> tuple[Ended, list[tuple[Any, Turn]]]:
+    async def _play(self, task: Task, ask: Any, history: History) -> tuple[EpisodeEnd, list[tuple[Any, Turn]]]:
         source, ids, turns, limit = self.source, list(task.prompt_ids), list[tuple[Any, Turn]](), ""
         for number, former in sorted(history.turns.items()):
             await asyncio.sleep(source.choice((0.0, 0.1)))
@@ -67,7 +66,7 @@ class RandomPlayer:
         for number in range(len(turns), max(len(turns) + 1, source.randint(1, MOST_TURNS + 1))):
             await asyncio.sleep(source.choice((0.0, 0.0, 0.1, 3.0)))
             if source.random() < self.fails:
-                return Ended(0, failure=Failure("failed on purpose")), []
+                return EpisodeEnd(failure=Failure("failed on purpose")), []
             if number and source.random() < 0.2:  # what was said is forgotten: a branch
                 ids = [*task.prompt_ids, GIVEN + 1]
             if source.random() < 0.1:
@@ -81,7 +80,7 @@ class RandomPlayer:
             history.turns[number] = prompt, turn
             turns.append((prompt, turn))
             ids += [*turn.token_ids.tolist(), GIVEN]
-        return Ended(0, tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
+        return EpisodeEnd(tuple(range(len(turns))), source.choice((None, 0.0)) if limit else None, limit=limit), turns
 
     async def _ask_for_nonsense(self, ask: Any, number: int) -> None:
         """Which the replica refuses, beside turns of others that it takes."""
@@ -106,8 +105,8 @@ class EpisodeWalk(Walk):
         self.players.append(RandomPlayer(self.source, fails))
         return self.players[-1], EpisodeSettings(MOST_TURNS, 200, self.policy)
 
-    def _check_sample(self, completion: Completion | Played, prompt: int) -> None:
-        assert isinstance(completion, Played) and completion.num_turns <= MOST_TURNS
+    def _check_sample(self, completion: Completion | EpisodeResult, prompt: int) -> None:
+        assert isinstance(completion, EpisodeResult) and completion.num_turns <= MOST_TURNS
         assert bool(completion.branches) == bool(completion.num_turns)
         for branch in completion.branches:
             sampled = branch.token_ids[branch.is_sampled]
@@ -179,8 +178,8 @@ def test_turns_share_no_seed(turns: list[tuple[int, int, int, int]]) -> None:
     assert turn_seed(*turns[0]) == turn_seed(*turns[0])
 
 
-@pytest.mark.parametrize(("policy", "told"), [("stop", "It failed. Remedy"), ("retry", "It failed 3 times. Remedy")])
-def test_a_run_stops_with_what_the_episode_said(policy: str, told: str) -> None:
+@pytest.mark.parametrize(("policy", "pattern"), [("stop", "It failed. Remedy"), ("retry", "It failed 3 times. Remedy")])
+def test_a_run_stops_with_what_the_episode_said(policy: str, pattern: str) -> None:
     pool = ModelPool(1, lambda group, sample: 3)
     request = GenerationRequest((1,), num_samples=2)
 
@@ -189,17 +188,14 @@ def test_a_run_stops_with_what_the_episode_said(policy: str, told: str) -> None:
 
     own = StreamSettings(0, 1, 1, None, 5.0, 60.0)
     episodes = RandomPlayer(random.Random(0), fails=1.0), EpisodeSettings(2, 100, policy)
-    stream = RolloutStream(cast(Any, pool), own, make_group, cast(Any, None), print, pool.loop, episodes)
+    with streaming(pool, own, make_group, None, episodes) as stream:
 
-    async def train() -> None:
-        await stream._serve(0)
-        await stream._admit(0)
-        await stream._take(0)
+        async def train() -> None:
+            await stream.serve(0)
+            await stream.admit(0)
+            await stream.take(0)
 
-    try:
-        with pytest.raises(EpisodeFailedError, match=told) as caught:
+        with pytest.raises(EpisodeFailedError, match=pattern) as caught:
             stream.run(train())
-        text = str(caught.value)
-        assert "an episode failed on purpose" in text and "prompt: 'Whose?'" in text and "rollout.episode_on_failure=drop" in text
-    finally:
-        stream.close()
+    text = str(caught.value)
+    assert "an episode failed on purpose" in text and "prompt: 'Whose?'" in text and "rollout.episode_on_failure=drop" in text

@@ -13,15 +13,16 @@ from engine.batch.batch import SampleTable
 from megasync.data.data import Example
 from megasync.episodes.record import Asked, recorded
 from megasync.episodes.segments import Branch, Recorder, Turn
-from megasync.episodes.task import Played
-from megasync.episodes.wire import Ended
+from megasync.episodes.task import EpisodeResult
+from megasync.episodes.exchange import EpisodeEnd
 from megasync.rewards.functions import token_count
 from megasync.rewards.pool import Scored, reward_metrics
-from megasync.rewards.wire import Failure
+from megasync.workers.failure import Failure
 from megasync.rollouts.group import Group
-from megasync.rollouts.turns import EpisodeSettings, Episodes, episode_metrics, members_of
+from megasync.rollouts.turns import EpisodeSettings, Episodes
 from megasync.rollouts.requests import reward_inputs
-from megasync.rollouts.rollout import batch_metrics, samples_of
+from megasync.rollouts.metrics import batch_metrics, episode_metrics
+from megasync.rollouts.samples import members_of, samples_of
 
 PROMPT = (1, 2, 3)
 
@@ -41,13 +42,13 @@ def branches() -> tuple[Branch, ...]:
 
 def group() -> Group:
     made = Group(0, GenerationRequest(PROMPT, num_samples=4))
-    first = Played(branches(), 1.0, num_turns=3, seconds=4.0, tool_seconds=1.0, metrics={"calls": 2.0})
+    first = EpisodeResult(branches(), 1.0, num_turns=3, seconds=4.0, tool_seconds=1.0, metrics={"calls": 2.0})
     arrays = np.full(3, 7, np.int32), np.full(3, -0.5, np.float32), np.full(3, 5, np.int32)
-    dropped = Played(reward=0.0, is_dropped=True, num_failures=1, finish_reason="length")
-    failed = Played(reward=0.0, num_failures=1, finish_reason="length", seconds=1.0, tool_seconds=1.0)
+    dropped = EpisodeResult(reward=0.0, is_dropped=True, num_failures=1, finish_reason="length")
+    failed = EpisodeResult(reward=0.0, num_failures=1, finish_reason="length", seconds=1.0, tool_seconds=1.0)
     for member, done in enumerate((first, Completion(*arrays, "stop"), dropped, failed)):
         made.complete(member, done)
-        made.rewards[member] = 1.0 if member == 0 else 0.0
+        made.scored[member] = Scored(1.0 if member == 0 else 0.0, {})
     return made
 
 
@@ -66,17 +67,17 @@ def test_metrics_count_members_and_sampled_tokens() -> None:
     assert found["reward/mean"] == pytest.approx(1 / 3) and found["response/tokens_mean"] == 3
     assert found["response/truncated_fraction"] == pytest.approx(1 / 3)
     assert found["staleness/max"] == 2 and found["staleness/mean"] == pytest.approx((2 * 2 + 3 * 1 + 0 + 3 * 1) / 9)
-    played = [done for done in group().completions if isinstance(done, Played)]
-    told = episode_metrics(played)
-    assert (told["episode/turns_mean"], told["episode/branches"]) == (1.0, pytest.approx(2 / 3))
-    assert told["episode/given_tokens"] == pytest.approx(1 / 3) and told["episode/sampled_tokens"] == 2
-    assert told["episode/failures"] == 2 and told["episode/dropped"] == 1 and told["episode/calls"] == 2
-    assert told["episode/tool_share"] == pytest.approx(2 / 5)
+    played = [done for done in group().completions if isinstance(done, EpisodeResult)]
+    of_episodes = episode_metrics(played)
+    assert (of_episodes["episode/turns_mean"], of_episodes["episode/branches"]) == (1.0, pytest.approx(2 / 3))
+    assert of_episodes["episode/given_tokens"] == pytest.approx(1 / 3) and of_episodes["episode/sampled_tokens"] == 2
+    assert of_episodes["episode/failures"] == 2 and of_episodes["episode/dropped"] == 1 and of_episodes["episode/calls"] == 2
+    assert of_episodes["episode/tool_share"] == pytest.approx(2 / 5)
     assert episode_metrics([]) == {}
 
 
 def test_a_metric_of_an_episode_hides_none_of_ours() -> None:
-    found = episode_metrics([Played(num_turns=3, metrics={"turns_mean": 7.0, "failures": 2.0, "tools/calls": 1.0})])
+    found = episode_metrics([EpisodeResult(num_turns=3, metrics={"turns_mean": 7.0, "failures": 2.0, "tools/calls": 1.0})])
     assert (found["episode/turns_mean"], found["episode/turns_mean_returned"]) == (3.0, 7.0)
     assert (found["episode/failures"], found["episode/failures_returned"], found["episode/tools/calls"]) == (0.0, 2.0, 1.0)
 
@@ -93,7 +94,7 @@ def test_a_reward_is_told_the_length_of_the_turn_that_it_scores() -> None:
     """Of at most `rollout.max_new_tokens`: it gets the text of the last turn."""
     turns = [(Asked(number, 0, 3, ()), PROMPT, turn(length, 0)) for number, length in enumerate((3, 3, 2))]
     made, records = recorded(turns)
-    (asked,) = reward_inputs(Example("1+1=", "2", 1), [Played(made, turns=records)], ["2"], 3)
+    (asked,) = reward_inputs(Example("1+1=", "2", 1), [EpisodeResult(made, turns=records)], ["2"], 3)
     assert (asked.num_tokens, asked.max_tokens, token_count(asked)) == (2, 3, pytest.approx(2 / 3))
 
 
@@ -113,18 +114,18 @@ def test_the_last_turn_may_be_of_the_first_branch() -> None:
     ]
     for number, ids in enumerate(sampled, start=1):
         made, records = recorded(turns[:number])
-        assert Played(made, turns=records).final_ids == ids
-    assert len(made) == 2 and Played().final_ids == []
+        assert EpisodeResult(made, turns=records).final_ids == ids
+    assert len(made) == 2 and EpisodeResult().final_ids == []
 
 
-def test_failures_are_told_by_their_kind(caplog: pytest.LogCaptureFixture) -> None:
-    """Many of one kind hide none of another, and the last that is told says that others are counted."""
+def test_failures_are_logged_by_their_kind(caplog: pytest.LogCaptureFixture) -> None:
+    """Many of one kind hide none of another, and the last logged one says that others are counted."""
     nothing: Any = SimpleNamespace()
-    episodes = Episodes(nothing, EpisodeSettings(1, 10, "zero"), nothing, nothing, nothing, nothing)
+    episodes = Episodes(nothing, EpisodeSettings(1, 10, "zero"), nothing)
     attempt: Any = SimpleNamespace(group=SimpleNamespace(key=1, task=SimpleNamespace(prompt="1+1=")), waited_seconds=0.0)
     for what in [*["raised KeyError: 'x'"] * 5, "returned nan, a finite number is expected"]:
-        episodes._after_failure(attempt, Ended(1, failure=Failure(what)), 1)
-    told = [record.getMessage().splitlines()[0] for record in caplog.records]
+        episodes._after_failure(attempt, EpisodeEnd(failure=Failure(what)), 1)
+    logged = [record.getMessage().splitlines()[0] for record in caplog.records]
     counted = "zero, others of this kind are only counted: an episode raised KeyError: 'x'"
-    assert told[:2] == ["zero: an episode raised KeyError: 'x'"] * 2 and told[2] == counted
-    assert told[3:] == ["zero: an episode returned nan, a finite number is expected"]
+    assert logged[:2] == ["zero: an episode raised KeyError: 'x'"] * 2 and logged[2] == counted
+    assert logged[3:] == ["zero: an episode returned nan, a finite number is expected"]

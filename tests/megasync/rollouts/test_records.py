@@ -12,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.generation import Completion, GenerationRequest
+from megasync.config.schema import Config
 from megasync.config.errors import ConfigError
 from megasync.episodes.record import Answers, Asked, EnvironmentAnswer, History, as_json, recorded, turns_of
 from megasync.episodes.segments import Turn
-from megasync.episodes.task import Played
+from megasync.episodes.task import EpisodeResult
+from megasync.rewards.pool import Scored
 from megasync.rollouts.group import Group
 from megasync.rollouts.records import Records, load_record, paths_of
-from megasync.rollouts.rollout import samples_of
-from megasync.serving.compare import Piece, chosen_members, first_difference, largest_gap, pieces_of, requests_of
+from megasync.rollouts.samples import samples_of
+from megasync.tools.replay.command import chosen_members
+from megasync.tools.replay.sampled import Piece, first_difference, largest_gap, pieces_of, requests_of
 
 PROMPT = (1, 2, 3)
 REQUEST = GenerationRequest(PROMPT, num_samples=2, seed=7, max_new_tokens=9, stop=("z",), stop_token_ids=(0,))
@@ -35,9 +38,10 @@ def group(key: int = 5) -> Group:
     asked = [(Asked(number, 70 + number, 9 - number, ("z", "y")[: number + 1]), *pair) for number, pair in enumerate(TURNS)]
     branches, turns = recorded(asked)
     answers = (EnvironmentAnswer(1, "step", "x", ["no", 0.5, False, {"a": 1}]), EnvironmentAnswer(2, "step", "y", None, False))
-    made.complete(0, Played(branches, 0.5, num_turns=3, turns=turns, answers=answers, metrics={"calls": 2.0}, info={"text": "ä"}))
-    made.complete(1, Played(reward=0.0, is_dropped=True, num_failures=1))
-    made.rewards = [0.5, 0.0]
+    result = EpisodeResult(branches, 0.5, num_turns=3, turns=turns, answers=answers, metrics={"calls": 2.0}, info={"text": "ä"})
+    made.complete(0, result)
+    made.complete(1, EpisodeResult(reward=0.0, is_dropped=True, num_failures=1))
+    made.scored = [Scored(0.5, {}), Scored(0.0, {})]
     return made
 
 
@@ -47,7 +51,7 @@ def single() -> Group:
     for member, ids in enumerate([(8, 9, 6), (8,)]):
         one = turn(*ids, versions=(4, 4, 5)[: len(ids)])
         made.complete(member, Completion(one.token_ids, one.log_probs, one.weight_versions, "stop"))
-    made.rewards = [1.0, 0.0]
+    made.scored = [Scored(1.0, {}), Scored(0.0, {})]
     return made
 
 
@@ -68,12 +72,12 @@ def test_what_was_trained_comes_back(tmp_path: Path) -> None:
     again = Group(back.key, back.request)
     for member, done in back.members.items():
         again.complete(member, done)
-    again.rewards = made.rewards
+    again.scored = made.scored
     for mine, theirs in zip(samples_of(again, 0), samples_of(made, 0), strict=True):
         for name in ("prompt_ids", "response_ids", "rollout_log_probs", "weight_versions", "is_sampled"):
             assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
     played, own = back.members[0], made.completions[0]
-    assert isinstance(played, Played) and isinstance(own, Played)
+    assert isinstance(played, EpisodeResult) and isinstance(own, EpisodeResult)
     assert (played.turns, played.answers, played.info) == (own.turns, own.answers, own.info)
     for (prompt, one), (ids, sampled) in zip(turns_of(played.branches, played.turns), TURNS, strict=True):
         assert prompt.tolist() == list(ids) and one.token_ids.tolist() == sampled.token_ids.tolist()
@@ -133,7 +137,7 @@ def pieces(tmp_path: Path, of: Group | None = None) -> list[Piece]:
     records = Records(tmp_path, 0)
     records.write(1, [of or group()], {})
     records.close()
-    return pieces_of(chosen_members(load_record(paths_of(tmp_path)[1]), []))
+    return pieces_of(chosen_members(load_record(paths_of(tmp_path)[1]), []), Config())
 
 
 def test_each_turn_is_asked_for_as_it_was(tmp_path: Path) -> None:
@@ -205,20 +209,20 @@ def test_former_answers_come_again_as_long_as_the_same_is_asked_for() -> None:
             kept.keep_answer(place, answer, state, is_other=is_other)
 
         answers = Answers(former.answers, former.state, send=send)
-        told = []
+        known_values = []
         for what, asked in asks:
             place, known = answers.next(what, asked)
-            told.append(known.value if known else None)
+            known_values.append(known.value if known else None)
             if known is None:
                 answers.keep(place, what, asked, [asked], {"place": place})
-        return told, answers
+        return known_values, answers
 
     assert play(History(), [("reset", 1), ("step", "a"), ("step", "b")])[0] == [None] * 3
     assert kept.state == {"place": 2} and [one.value for one in kept.answers_in_order] == [[1], ["a"], ["b"]]
-    told, answers = play(kept, [("reset", 1), ("step", "a"), ("step", "b"), ("step", "c")])
-    assert told == [[1], ["a"], ["b"], None] and answers.state == {"place": 2} and len(kept.answers) == 4
-    told, answers = play(kept, [("reset", 1), ("step", "z"), ("step", "b")])
-    assert told == [[1], None, None] and answers.state is None, "what came after it is no answer to what is asked now"
+    known_values, answers = play(kept, [("reset", 1), ("step", "a"), ("step", "b"), ("step", "c")])
+    assert known_values == [[1], ["a"], ["b"], None] and answers.state == {"place": 2} and len(kept.answers) == 4
+    known_values, answers = play(kept, [("reset", 1), ("step", "z"), ("step", "b")])
+    assert known_values == [[1], None, None] and answers.state is None, "what came after it is no answer to what is asked now"
     assert [one.asked for one in kept.answers_in_order] == [1, "z", "b"]
     kept.forget()
     assert kept.is_anew and not kept.answers and kept.state is None

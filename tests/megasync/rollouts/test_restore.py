@@ -16,11 +16,12 @@ from megasync.config.schema import RolloutConfig
 from megasync.data.data import Example, PromptOrder
 from megasync.episodes.record import Asked, EnvironmentAnswer, recorded
 from megasync.episodes.segments import Branch, Turn
-from megasync.episodes.task import Played, Task
-from megasync.rollouts.group import Group, Restored, StreamSettings, order_notes, restore_groups
+from megasync.episodes.task import EpisodeResult, Task
+from megasync.rollouts.group import Group, StreamSettings
+from megasync.rollouts.restore import Restored, order_notes, restore_groups
 from megasync.rollouts.progress import FILE, OF_EPISODES, Progress, SavedGroup, SavedSample, load_progress, save_progress
 from megasync.rollouts.requests import request_digest, reward_digest
-from megasync.rollouts.attempt import STATE, begun, unfinished
+from megasync.rollouts.attempt import STATE, first_attempt, unfinished
 from megasync.rewards.pool import RewardPool
 
 STEP = 5
@@ -51,20 +52,20 @@ def keys(found: Restored) -> list[int]:
 
 def test_under_the_same_config_all_go_on_and_nothing_is_said() -> None:
     found = restored(saved(4, 4, 5, 5), 1, 2)
-    assert (keys(found), found.anew, found.notes) == ([0, 1, 2, 3], [], [])
+    assert (keys(found), found.again, found.notes) == ([0, 1, 2, 3], [], [])
     assert all(group.is_done for group in found.groups)
 
 
-def test_what_is_asked_otherwise_begins_anew_and_what_is_scored_otherwise_is_scored_anew() -> None:
+def test_changed_requests_start_again_and_changed_rewards_are_scored_again() -> None:
     found = restored(saved(4, 4, 5, 5), 1, 2, lambda key: (key + (key == 1), key + (key >= 2)))
-    assert (keys(found), found.anew) == ([0, 2, 3], [1])
+    assert (keys(found), found.again) == ([0, 2, 3], [1])
     assert [group.rewards for group in found.groups] == [[1.0, 1.0], [None, None], [None, None]]
-    told = (
-        "of 4 prompts that had begun and were not trained 1 begin anew, since their prompt, how it is sampled or what is played "
+    expected = (
+        "of 4 prompts that had begun and were not trained 1 start again, since their prompt, how it is sampled or what is played "
         "has changed; "
-        "2 are scored anew, since their answer or rollout.reward has changed"
+        "2 are scored again, since their answer or rollout.reward has changed"
     )
-    assert found.notes == [told]
+    assert found.notes == [expected]
 
 
 @pytest.mark.parametrize(
@@ -77,21 +78,21 @@ def test_what_is_asked_otherwise_begins_anew_and_what_is_scored_otherwise_is_sco
         ([4, 4, 5, 5], 8, 8, [0, 1, 2, 3]),
     ],
 )
-def test_what_no_step_could_train_in_time_begins_anew(
+def test_groups_that_no_step_could_train_in_time_start_again(
     versions: list[int], staleness: int, batch_size: int, kept: list[int]
 ) -> None:
     found = restored(saved(*versions), staleness, batch_size)
-    assert keys(found) == kept and sorted([*kept, *found.anew]) == list(range(4))
-    late = len(found.anew)
+    assert keys(found) == kept and sorted([*kept, *found.again]) == list(range(4))
+    late = len(found.again)
     limits = f"rollout.max_staleness={staleness}, data.batch_size={batch_size} and run.steps=20"
-    told = f"of 4 prompts that had begun and were not trained {late} begin anew, since with {limits} no step"
-    told += " could train them in time"
-    assert found.notes == ([told] if late else [])
+    expected = f"of 4 prompts that had begun and were not trained {late} start again, since with {limits} no step"
+    expected += " could train them in time"
+    assert found.notes == ([expected] if late else [])
 
 
-def test_a_group_without_samples_begins_anew_without_a_word() -> None:
+def test_a_group_without_samples_starts_again_without_a_note() -> None:
     found = restored(Progress(0, 1, None, (SavedGroup(0),)), 1, 1, lambda key: (7, 7))
-    assert (found.groups, found.anew, found.notes) == ([], [0], [])
+    assert (found.groups, found.again, found.notes) == ([], [0], [])
 
 
 def test_a_sample_without_a_reward_has_none_afterwards() -> None:
@@ -158,8 +159,9 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
         experts = np.arange((length - 1) * 6).reshape(length - 1, 3, 2).astype(np.uint8)
         return Branch(ids, prompt, mask, -ids / 7, ids + 2, "length", experts)
 
-    whole = Played((branch(7, 2), branch(5, 1)), 0.5, "length", 3, 2.5, 1.25, 1, metrics={"calls": 2.0}, info={"text": "ä"})
-    nothing = Played(reward=0.0, finish_reason="length", is_dropped=True, num_failures=3)
+    branches, returned = (branch(7, 2), branch(5, 1)), {"metrics": {"calls": 2.0}, "info": {"text": "ä"}}
+    whole = EpisodeResult(branches, 0.5, "length", 3, 2.5, 1.25, 1, **returned)  # type: ignore[arg-type]
+    nothing = EpisodeResult(reward=0.0, finish_reason="length", is_dropped=True, num_failures=3)
     groups = (SavedGroup(3, (SavedSample(0, whole, 0.5), SavedSample(2, nothing, 0.0)), 5, 6), SavedGroup(4))
     save_progress(tmp_path, Progress(7, 9, 2.0, groups))
     back = load_progress(tmp_path)
@@ -167,7 +169,7 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
     first, second = back.groups[0].samples
     assert (first.index, first.reward, second.index, second.reward) == (0, 0.5, 2, 0.0)
     for kept, saved_one in ((first.completion, whole), (second.completion, nothing)):
-        assert isinstance(kept, Played)
+        assert isinstance(kept, EpisodeResult)
         for name in (*OF_EPISODES, "num_sampled", "num_given", "oldest", "final_ids"):
             assert getattr(kept, name) == getattr(saved_one, name), name
         for mine, theirs in zip(kept.branches, saved_one.branches, strict=True):
@@ -178,7 +180,7 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
 
 
 def test_an_order_that_has_changed_is_told(tmp_path: Path) -> None:
-    """Where other examples fit, or are shuffled otherwise: the places that are trained are those of the former order."""
+    """Where other examples fit, or are shuffled differently: the trained places are of the former order."""
     then = PromptOrder(10, seed=3)
     save_progress(tmp_path, Progress(12, 14, order=then))
     progress = load_progress(tmp_path)
@@ -191,7 +193,7 @@ def test_an_order_that_has_changed_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["a field of episodes", "a reason to end", "an array less"])
 def test_a_file_of_another_version_is_refused_by_its_name(what: str, tmp_path: Path) -> None:
-    played = Played((Branch(np.arange(4), 2, np.arange(4) > 1, np.zeros(4), np.zeros(4)),), 0.5)
+    played = EpisodeResult((Branch(np.arange(4), 2, np.arange(4) > 1, np.zeros(4), np.zeros(4)),), 0.5)
     save_progress(tmp_path, Progress(7, 9, None, (SavedGroup(3, (SavedSample(0, played, 0.5),)),)))
     with np.load(tmp_path / FILE) as file:
         fields = dict(file)
@@ -213,8 +215,8 @@ def test_an_episode_that_goes_on_is_kept_with_its_turns(tmp_path: Path) -> None:
     turn = Turn([7, 8], [-0.5, -0.25], [3, 4])
     branches, turns = recorded([(Asked(0, 11, 8, ("x",)), (1, 2, 3), turn), (Asked(2, 13, 4, ()), (1, 2), turn)])
     answers = (EnvironmentAnswer(0, "reset", 4, "ä"), EnvironmentAnswer(1, "step", "78", ["no", 0.5, False, {}]))
-    midst = Played(branches, turns=turns, answers=answers, num_failures=1, info={STATE: {"left": 2}})
-    over = Played((), 0.0, is_dropped=True, num_failures=1)
+    midst = EpisodeResult(branches, turns=turns, answers=answers, num_failures=1, info={STATE: {"left": 2}})
+    over = EpisodeResult((), 0.0, is_dropped=True, num_failures=1)
     saved_group = SavedGroup(3, (SavedSample(0, over, 0.0), SavedSample(2, midst, math.nan, is_over=False)), 5, 6)
     save_progress(tmp_path, Progress(7, 9, None, (saved_group,)))
     progress = load_progress(tmp_path)
@@ -222,17 +224,17 @@ def test_an_episode_that_goes_on_is_kept_with_its_turns(tmp_path: Path) -> None:
     own = StreamSettings(2, 1, 20, None, 1.0, 1.0)
     (group,) = restore_groups(progress, STEP, own, lambda key: Group(key, request, 5, 6)).groups
     assert (group.oldest, group.missing, group.rewards) == (3, (1, 2), [0.0, None, None])
-    attempt = begun(group, 2)
+    attempt = first_attempt(group, 2)
     assert (attempt.number, attempt.history.state, attempt.asked[2]) == (1, {"left": 2}, Asked(2, 13, 4, ()))
     assert attempt.history.answers == dict(enumerate(answers)) and list(attempt.history.turns) == [0, 2]
     prompt, back = attempt.history.turns[2]
     assert (prompt.tolist(), back.token_ids.tolist(), back.weight_versions.tolist()) == ([1, 2], [7, 8], [3, 4])
-    assert not begun(group, 1).history.turns
+    assert not first_attempt(group, 1).history.turns
     again = group.saved({2: unfinished(attempt)}).samples[1]
-    assert isinstance(again.completion, Played) and (again.is_over, again.index) == (False, 2)
+    assert isinstance(again.completion, EpisodeResult) and (again.is_over, again.index) == (False, 2)
     for name in ("turns", "answers", "num_failures", "info"):
         assert getattr(again.completion, name) == getattr(midst, name), name
     late = restore_groups(progress, STEP + 1, own, lambda key: Group(key, request, 5, 6))
-    assert (late.groups, late.anew) == ([], [3]), "no step can train it in time"
+    assert (late.groups, late.again) == ([], [3]), "no step can train it in time"
     other = restore_groups(progress, STEP, own, lambda key: Group(key, request, 4, 6))
-    assert (other.groups, other.anew) == ([], [3]), "it is asked otherwise now"
+    assert (other.groups, other.again) == ([], [3]), "its request has changed"

@@ -12,15 +12,11 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-
 import pytest
 
 from bridge.generation import GenerationRequest, GroupRequest
 from megasync.rollouts.group import Group, StreamSettings
-from megasync.rewards.pool import Scored
-from megasync.rollouts.stream import RolloutStream
-from tests.megasync.rollouts.stream_model import ModelPool
+from tests.megasync.rollouts.stream_model import ModelPool, streaming
 
 BATCH_SIZE, GROUP_SIZE, SLOTS, MEAN_TOKENS, MAX_TOKENS = 16, 8, 64, 54, 160
 EVALUATED_AT, SAVED_AT, LOST_AT, NUM_STEPS = 20, 30, 40, 50
@@ -46,42 +42,35 @@ def run(staleness: int, training_seconds: float, num_replicas: int = 1) -> list[
     )
     request = GenerationRequest((1,), num_samples=GROUP_SIZE, max_new_tokens=MAX_TOKENS)
 
-    async def score(group: Group, samples: Sequence[int]) -> list[Scored]:
-        return [Scored(float(sample % 2), {}) for sample in samples]
-
     settings = StreamSettings(staleness, BATCH_SIZE, NUM_STEPS, SLOTS // num_replicas + GROUP_SIZE, MEAN_TOKENS, 60.0)
-    stream = RolloutStream(
-        cast(Any, pool), settings, lambda ordinal: Group(ordinal, request), score, lambda note: None, pool.loop
-    )
     steps: list[Step] = []
 
-    async def publish(version: int) -> None:
-        pool.sync(version)
-        await stream._serve(version)
+    with streaming(pool, settings, lambda ordinal: Group(ordinal, request)) as stream:
 
-    async def train() -> None:
-        await publish(0)
-        for step in range(NUM_STEPS):
-            begin = pool.loop.time()
-            await stream._admit(step)
-            while (groups := await stream._take(step)) is None:
-                await publish(step)
-            oldest = min(int(one.weight_versions.min()) for group in groups for one in group.completions if one is not None)
-            await asyncio.sleep(training_seconds)
-            await publish(step + 1)
-            idle = sum(replica.idle_seconds for replica in pool.replicas.values())
-            steps.append(Step(pool.loop.time() - begin, idle, step - oldest))
-            if step + 1 == EVALUATED_AT:
-                await stream._generate([request] * BATCH_SIZE)
-            if step + 1 == SAVED_AT:
-                await asyncio.sleep(SAVE_SECONDS)
-            if step + 1 == LOST_AT:
-                pool.kill(0)
+        async def publish(version: int) -> None:
+            pool.sync(version)
+            await stream.serve(version)
 
-    try:
+        async def train() -> None:
+            await publish(0)
+            for step in range(NUM_STEPS):
+                begin = pool.loop.time()
+                await stream.admit(step)
+                while (groups := await stream.take(step)) is None:
+                    await publish(step)
+                oldest = min(int(one.weight_versions.min()) for group in groups for one in group.completions if one is not None)
+                await asyncio.sleep(training_seconds)
+                await publish(step + 1)
+                idle = sum(replica.idle_seconds for replica in pool.replicas.values())
+                steps.append(Step(pool.loop.time() - begin, idle, step - oldest))
+                if step + 1 == EVALUATED_AT:
+                    await stream.generate([request] * BATCH_SIZE)
+                if step + 1 == SAVED_AT:
+                    await asyncio.sleep(SAVE_SECONDS)
+                if step + 1 == LOST_AT:
+                    pool.kill(0)
+
         stream.run(train())
-    finally:
-        stream.close()
     return steps
 
 

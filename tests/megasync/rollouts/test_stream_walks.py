@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.generation import Completion, GenerationRequest, GroupRequest
-from megasync.episodes.task import Played, Task
+from megasync.episodes.task import EpisodeResult, Task
 from megasync.rollouts.group import Group, StreamSettings, oldest_of
 from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.rewards.pool import Scored
@@ -29,7 +29,7 @@ LONGEST = 30
 
 @dataclass(frozen=True)
 class Ways:
-    """What a process of a run is told: settings, and what its prompts and rewards depend on."""
+    """The settings of a process of a run, and what its prompts and rewards depend on."""
 
     settings: StreamSettings
     group_size: int
@@ -77,7 +77,7 @@ class Walk:
         episodes = self.episodes(ways)
         stream = RolloutStream(cast(Any, pool), own, make_group, score, self.notes.append, pool.loop, episodes)
         try:
-            stream.restore(self.progress, self.step)
+            stream.run(stream.restore(self.progress, self.step))
             stream.run(asyncio.wait_for(self._train(stream, pool, ways, last_step), LIMIT_SECONDS))
         finally:
             stream.close()
@@ -93,9 +93,9 @@ class Walk:
         num_filtered = 0
         await self._publish(stream, pool, self.step)
         for step in range(self.step, last_step):
-            await stream._admit(step)
+            await stream.admit(step)
             self._disturb(pool)
-            while (groups := await stream._take(step)) is None:
+            while (groups := await stream.take(step)) is None:
                 await self._publish(stream, pool, step)
             self._check(groups, ways, step, stream.num_filtered - num_filtered)
             num_filtered = stream.num_filtered
@@ -105,15 +105,15 @@ class Walk:
             while source.random() < 0.2 and await self._evaluate(stream) is None:
                 await self._publish(stream, pool, step + 1)
             if step + 1 == checkpoint:
-                self.progress, self.step, self.trained = await stream._progress(), step + 1, list(taken)
+                self.progress, self.step, self.trained = await stream.progress(), step + 1, list(taken)
                 if source.random() < 0.3:  # of what was generated and not trained nothing was kept
                     kept = tuple(SavedGroup(group.key) for group in self.progress.groups)
                     self.progress = replace(self.progress, groups=kept)
         while stream._is_busy:
             await self._publish(stream, pool, last_step)
             await asyncio.sleep(1.0)
-        for lane in stream._dispatcher._lanes.values():
-            assert lane.load.samples == 0 and abs(lane.load.tokens) < 1e-6
+        for slot in stream.dispatcher.slots.values():
+            assert slot.load.samples == 0 and abs(slot.load.tokens) < 1e-6
 
     async def _publish(self, stream: RolloutStream, pool: ModelPool, version: int) -> None:
         if self.source.random() < 0.2:  # it breaks off at one of them, and works the next time
@@ -126,14 +126,14 @@ class Walk:
             absent = set()
             await asyncio.sleep(START_SECONDS)  # they are waited for
         pool.sync(version, absent | pool.starting)
-        await stream._serve(version)
+        await stream.serve(version)
 
     async def _scale(self, stream: RolloutStream, pool: ModelPool) -> None:
         """Now and then there are to be others, or more or fewer; who is to leave goes once it has nothing to do."""
         if self.source.random() < 0.2:
             count = self.source.randint(stream.settings.min_replicas, stream.settings.min_replicas + 2)
             pool.scale(self.source.sample(range(count + 1), count))
-        busy = await stream._let_go()
+        busy = await stream.release_idle()
         assert busy <= pool.leaving | pool.lost
         pool.dismiss(pool.leaving - busy)
 
@@ -147,7 +147,7 @@ class Walk:
 
     async def _evaluate(self, stream: RolloutStream) -> object:
         requests = [GenerationRequest((7,), num_samples=2)] * self.source.randint(1, 5)
-        answered = await stream._generate(requests, [Task("7", (7,), "")] * len(requests))
+        answered = await stream.generate(requests, [Task("7", (7,), "")] * len(requests))
         assert answered is None or [len(samples) for samples in answered] == [2] * len(requests)
         return answered
 
@@ -165,7 +165,7 @@ class Walk:
                 oldest = oldest_of(completion)
                 assert oldest is None or 0 <= step - oldest <= own.max_staleness
 
-    def _check_sample(self, completion: Completion | Played, prompt: int) -> None:
+    def _check_sample(self, completion: Completion | EpisodeResult, prompt: int) -> None:
         assert isinstance(completion, Completion) and completion.token_ids[0] == prompt
 
 

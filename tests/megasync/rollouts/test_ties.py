@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from engine.objective.advantages import group_advantages
 from engine.sample import Sample
 from megasync.config.schema import Config
-from megasync.rollouts.rollout import learnt_rewards
-from megasync.rollouts.group import PATIENCE, TieWatch, tied_fraction
+from megasync.rollouts.metrics import PATIENCE, UniformRewardMonitor, learnt_rewards, tied_fraction
 
 REWARD = st.sampled_from([0.0, 0.25, 1.0])
 
@@ -27,25 +26,25 @@ def test_a_tied_group_is_one_without_advantages(groups: list[list[float]]) -> No
 
 @given(st.lists(st.sampled_from([0.5, 1.0]), max_size=20))
 def test_it_is_said_once_for_each_time_that_nothing_is_learnt(fractions: list[float]) -> None:
-    watch = TieWatch()
-    said = [step for step, fraction in enumerate(fractions, start=1) if watch.look(step, fraction, [0.0, 0.0])]
+    watch = UniformRewardMonitor()
+    said = [step for step, fraction in enumerate(fractions, start=1) if watch.observe(step, fraction, [0.0, 0.0])]
     tied = [fraction == 1 for fraction in fractions]
     runs = [step for step in range(PATIENCE, len(tied) + 1) if all(tied[step - PATIENCE : step])]
     assert said == [step for step in runs if step - PATIENCE == 0 or not tied[step - PATIENCE - 1]]
 
 
 def test_what_is_said_depends_on_the_rewards() -> None:
-    same, different = TieWatch(), TieWatch()
+    same, different = UniformRewardMonitor(), UniformRewardMonitor()
     for step in range(1, PATIENCE + 1):
-        all_zero, by_group = same.look(step, 1.0, [0.0, 0.0]), different.look(step, 1.0, [0.0, 1.0])
+        all_zero, by_group = same.observe(step, 1.0, [0.0, 0.0]), different.observe(step, 1.0, [0.0, 1.0])
     assert "since step 1: every reward of step 3 is 0" in all_zero and "samples.jsonl" in all_zero
     assert "within each group" in by_group and "Raise rollout.temperature" in by_group
     assert all("algorithm.filter_groups=true" in hint for hint in (all_zero, by_group))
 
 
 def test_what_the_config_has_already_is_not_advised() -> None:
-    watch = TieWatch(filters_groups=True)
-    hints = [watch.look(step, 1.0, [0.0, 0.0]) for step in range(1, PATIENCE + 1)]
+    watch = UniformRewardMonitor(filters_groups=True)
+    hints = [watch.observe(step, 1.0, [0.0, 0.0]) for step in range(1, PATIENCE + 1)]
     assert "nothing is learnt" in hints[-1] and "algorithm.filter_groups=true" not in hints[-1]
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from bridge.generation import Completion
-from megasync.assets import build_tokenizer
+from megasync.tools.assets.command import build_tokenizer
 from megasync.config.schema import DataConfig
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.segments import Recorder, Turn
-from megasync.episodes.task import Played
+from megasync.episodes.task import EpisodeResult
 from megasync.rollouts import requests
 from megasync.rollouts.requests import episode_line, rows_of_first_members, token_fields, with_trainer_log_probs
 from tests.support.chat_families import FAMILIES
@@ -29,13 +29,13 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
     return Prompts(str(folder), DataConfig())
 
 
-def played() -> Played:
+def played() -> EpisodeResult:
     """Two turns, and a third that has forgotten the second."""
     recorder = Recorder()
     recorder.add(PROMPT, Turn([6, 7], [-0.1, -0.2], [4, 5]))
     recorder.add([*PROMPT, 6, 7, 10], Turn([8, 9, 8], [-0.3, -0.4, -0.5], [5, 5, 6]))
     recorder.add([*PROMPT, 6, 7, 11], Turn([9], [-0.6], [6]))
-    return Played(tuple(recorder.branches()), 1.0, num_turns=3)
+    return EpisodeResult(tuple(recorder.branches()), 1.0, num_turns=3)
 
 
 def test_each_sampled_piece_has_its_tokens_and_the_trainers_log_probs(prompts: Prompts) -> None:
@@ -70,7 +70,7 @@ def test_rows_are_those_of_each_groups_first_member() -> None:
 
 
 def test_a_prompt_that_begins_the_thinking(tmp_path: Path) -> None:
-    """As the template renders it; rewards are told, so that a response in which the thinking does not end has no answer."""
+    """As the template renders it; rewards know it, so that a response in which the thinking does not end has no answer."""
     for name, end, begins in (("open", "<think>\n", True), ("closed", "<think>\n\n</think>\n\n", False), ("none", "", False)):
         tokenizer = copy.deepcopy(FAMILIES["qwen3"].tokenizer())
         tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"

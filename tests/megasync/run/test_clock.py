@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.run.step_log import PHASES, StepClock
+from megasync.run.step_log import PHASES, StepTimer
 
 SPANS = st.lists(st.tuples(st.sampled_from(PHASES), st.sampled_from(PHASES), st.integers(0, 50), st.integers(0, 50)), max_size=6)
 
@@ -21,36 +21,36 @@ def test_start_steps_and_end_are_the_whole(steps: list[list[tuple[str, str, int,
         nonlocal now
         now += seconds
 
-    clock = StepClock(0, lambda: now)
-    with clock.phase("evaluation"):
+    timer = StepTimer(0, lambda: now)
+    with timer.phase("evaluation"):
         pass_by(before)
-    clock.start()
+    timer.start()
     for spans in steps:
         begin, expected = now, dict.fromkeys(PHASES, 0)
         for outer, inner, own, nested in spans:
-            with clock.phase(outer.replace("_", "-")):
+            with timer.phase(outer.replace("_", "-")):
                 pass_by(own)
-                with clock.phase(inner):
+                with timer.phase(inner):
                     pass_by(nested)
             expected[outer] += own + nested
             pass_by(1)
-        found = clock.take(generates=True)
+        found = timer.flush(generates=True)
         assert found.pop("step/seconds") == now - begin
         assert found.pop("step/other_seconds") == len(spans)
         assert found == {f"step/{name}_seconds": seconds for name, seconds in expected.items()}
     pass_by(after)
-    summary = clock.summary()
+    summary = timer.summary()
     assert (summary["seconds_start"], summary["seconds_end"], summary["seconds_total"]) == (before, after, now)
     assert math.isclose(sum(summary.values()), 2 * now)
 
 
 def test_a_phase_that_fails_counts_and_is_left() -> None:
     now = iter(range(100))
-    clock = StepClock(0, lambda: next(now))
-    clock.start()
-    with pytest.raises(KeyError), clock.phase("train"):
+    timer = StepTimer(0, lambda: next(now))
+    timer.start()
+    with pytest.raises(KeyError), timer.phase("train"):
         raise KeyError
-    with clock.phase("sync"):
+    with timer.phase("sync"):
         pass
-    found = clock.take(generates=False)
+    found = timer.flush(generates=False)
     assert found["step/train_seconds"] == 1 and "step/sync_seconds" not in found

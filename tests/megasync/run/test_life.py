@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ from bridge.versions.writer import VersionWriter
 from megasync.config.errors import ConfigError
 from megasync.config.files import VERSIONS, lock
 from megasync.launch.processes import run_and_leave
-from megasync.quickstart import MARKER, afresh
+from megasync.run.session import Ends
+from megasync.tools.quickstart.command import MARKER, afresh
 from megasync.train import close
 from megasync.train import main as train_by_hand
 from tests.runs.train_cases import TORCHRUN, endless_run, environment, launch, left_running, metrics, train, write_config
@@ -154,8 +154,8 @@ def test_the_last_words_are_the_error_the_checkpoint_and_the_command(tmp_path: P
     cause, report, newest, command = done.stderr.splitlines()[-4:]
     assert cause.startswith("rank 0 failed: NonFiniteError: ") and "is not finite" in cause
     assert report == f"report: {tmp_path}/runs/run/report.html"
-    told = [line for line in done.stderr.splitlines() if line.startswith("newest checkpoint")]
-    assert told == [newest, newest], "rank 0 and the launcher say the same"
+    shown = [line for line in done.stderr.splitlines() if line.startswith("newest checkpoint")]
+    assert shown == [newest, newest], "rank 0 and the launcher say the same"
     assert newest.startswith(f"newest checkpoint: {tmp_path}/runs/run/checkpoints/step_0000000")
     assert command == f"go on from it: {TORCHRUN[0]} {config} {' '.join(overrides)} --nproc 1 checkpoint.resume=auto"
     assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_read_costs_no_version(tmp_path: Path) -> No
     assert VersionReader(folder / VERSIONS).versions == [1, 2, 3]
     tensors.write_bytes(whole)
     assert train(config, "run.steps=2", ranks=1)[0] == 0
-    assert VersionReader(folder / VERSIONS).versions == [1], "those of steps that were trained anew"
+    assert VersionReader(folder / VERSIONS).versions == [1], "versions of steps that were trained again are gone"
 
 
 # Ended with its launcher.
@@ -217,8 +217,11 @@ if __name__ == "__main__":
 def test_a_full_disk_does_not_bury_why_a_run_failed(number: int, is_done: bool, is_told: bool) -> None:
     """The report of a run that stopped for want of room needs room, too."""
 
-    def full(**_: bool) -> None:
+    def full() -> None:
         raise OSError(number, os.strerror(number), "report.html")
 
+    ends = Ends()
+    ends.is_done = is_done
+    ends.callback(full)
     with pytest.raises(OSError, match=r"report\.html") if is_told else nullcontext():
-        close(SimpleNamespace(close=full), is_done=is_done)  # type: ignore[arg-type]
+        close(ends)

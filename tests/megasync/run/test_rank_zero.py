@@ -17,9 +17,9 @@ def wait_for_rank_zero() -> tuple[str, str]:
     """What rank 0 returned after twice the time that the default group's collectives have; what it raised then."""
     from engine.runtime import parallel
     from engine.config import ParallelConfig
-    from megasync.run.rank_zero import RankZeroError, on_rank_zero
+    from megasync.run.rank_zero import RankZeroError, RankZeroPart, on_rank_zero
 
-    parallel.initialize(ParallelConfig(), seed=0, timeout_seconds=TIMEOUT_SECONDS)
+    rank = parallel.initialize(ParallelConfig(), seed=0, timeout_seconds=TIMEOUT_SECONDS).rank
 
     def work() -> str:
         time.sleep(2 * TIMEOUT_SECONDS)
@@ -29,8 +29,10 @@ def wait_for_rank_zero() -> tuple[str, str]:
         raise ValueError("broken on purpose")
 
     done = on_rank_zero(work)
+    numbers = RankZeroPart(lambda: [rank])
+    assert (numbers.here is None) == (rank > 0) and numbers.call(sum) == 0
     try:
-        on_rank_zero(fail)
+        RankZeroPart(fail)
     except RankZeroError as error:
         return done, str(error)
     return done, ""

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bridge.config import ReplicaConfig
-from bridge.replicas.actors import ReplicaActors
+from bridge.replicas.actors import Numbered, ReplicaActors, State
 from bridge.replicas.launched import ReplicaActor
 from megasync.config.load import load_config
-from megasync.planning.hardware import GIB
+from megasync.tools.plan.hardware import GIB
 from megasync.run.replica_start import STATE_BYTES, TRAINER_BYTES, has_room
 from tests.support.config_files import write_runnable
 
@@ -57,15 +57,14 @@ class StartingActors(ReplicaActors):
         self.again += replicas
         return {replica: ReplicaActor(None) for replica in replicas}
 
-    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> dict[int, ReplicaActor]:
+    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> None:
         if not self.again:
             raise RuntimeError(self.error)
-        return actors
 
 
 def test_a_start_for_which_the_memory_was_not_enough_is_made_again_once_it_is_free() -> None:
     actors = StartingActors(ReplicaConfig("model", shares_devices=True, has_room=True), "CUDA out of memory")
-    actors._starting = {0: ReplicaActor(None)}
+    actors._replicas = {0: Numbered(State.STARTING, ReplicaActor(None))}
     actors.finish_start()
     assert actors.again == [0] and actors.members == [0]
 
@@ -73,7 +72,7 @@ def test_a_start_for_which_the_memory_was_not_enough_is_made_again_once_it_is_fr
 @pytest.mark.parametrize(("has_room", "error"), [(False, "CUDA out of memory"), (True, "no such attention backend")])
 def test_a_start_that_would_fail_again_is_not_made_again(has_room: bool, error: str) -> None:
     actors = StartingActors(ReplicaConfig("model", shares_devices=True, has_room=has_room), error)
-    actors._starting = {0: ReplicaActor(None)}
+    actors._replicas = {0: Numbered(State.STARTING, ReplicaActor(None))}
     with pytest.raises(RuntimeError, match=error):
         actors.finish_start()
     assert actors.again == []

@@ -47,17 +47,17 @@ def test_every_version_is_what_the_ranks_had(tmp_path: Path, layout: dict[str, o
     assert [rank["again"] for rank in ranks] == [{}, {}], "a version is written once"
     assert first["metrics"] == others["metrics"] and len(first["metrics"]) == 5
     whole = sum(tensor.nbytes for tensor in union(ranks, 1).values())
-    sizes = [told["sync/log_bytes"] for told in first["metrics"]]
+    sizes = [one["sync/log_bytes"] for one in first["metrics"]]
     assert min(sizes[0], sizes[3]) > whole > max(sizes[1], sizes[2], sizes[4])
-    shares = [told.get("sync/changed_fraction") for told in first["metrics"]]
+    shares = [one.get("sync/changed_fraction") for one in first["metrics"]]
     assert [share is None for share in shares] == [True, False, False, True, False] and all(0 < s <= 1 for s in shares if s)
 
 
 def test_a_stage_that_cannot_write_fails_on_every_rank(tmp_path: Path) -> None:
     model, config = write_tiny_model(tmp_path / "tiny", "qwen3"), write_runnable(tmp_path)
     arguments = {"path": str(model), "config": str(config), "overrides": LOGGED, "folder": str(tmp_path)}
-    told = run_ranks(2, f"{CASES}:fail_to_log", arguments)
-    assert told[0] == told[1] and told[0].startswith("sync.log: version 1 cannot be written: ")
+    errors = run_ranks(2, f"{CASES}:fail_to_log", arguments)
+    assert errors[0] == errors[1] and errors[0].startswith("sync.log: version 1 cannot be written: ")
 
 
 def test_old_versions_go_while_a_run_goes_on(tmp_path: Path) -> None:

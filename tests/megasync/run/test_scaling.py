@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bridge.config import ReplicaConfig
 from bridge.replicas.actors import ReplicaActors
 from bridge.replicas.launched import ReplicaActor
-from megasync import scale
+from megasync.tools.scale import command as scale
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.run.scaling import (
@@ -40,13 +40,17 @@ class Actors(ReplicaActors):
 
     def __init__(self, num_replicas: int, *, starts: bool = True) -> None:
         super().__init__(ReplicaConfig("nowhere"), num_replicas)
-        self._actors = {number: ReplicaActor(None, host=f"node{number}.lan") for number in range(num_replicas)}
-        self.members, self.starts = sorted(self._actors), starts
+        self.starts = True
+        self._take_as_members(self._begin_launch(range(num_replicas), serves_folder=True))
+        self.starts = starts
 
-    def _launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
+    def _begin_launch(self, replicas: Sequence[int], *, serves_folder: bool) -> dict[int, ReplicaActor]:
         if not self.starts:
             raise RuntimeError("no memory")
         return {number: ReplicaActor(None, host=f"node{number}.lan") for number in replicas}
+
+    def _finish_launch(self, actors: dict[int, ReplicaActor]) -> None:
+        """At once."""
 
     def _end(self, actors: Any, seconds: float = 0.0) -> None:
         """There is no Ray."""
@@ -60,10 +64,10 @@ class Trainer:
 
     def __init__(self, config: Config, actors: Actors) -> None:
         self.actors, self.busy, self.notes, self.version = actors, set[int](), list[str](), 0
-        self.scaling = Scaling(config, cast(Any, actors), self.let_go, self.notes.append)
+        self.scaling = Scaling(config, cast(Any, actors), self.release_idle, self.notes.append)
         self.folder = config.run.folder
 
-    def let_go(self) -> set[int]:
+    def release_idle(self) -> set[int]:
         return self.busy & self.actors.leaving
 
     def sync(self, until_done: bool = False) -> tuple[str, ...]:
@@ -71,9 +75,9 @@ class Trainer:
         deadline = time.monotonic() + 20
         while True:
             self.version += 1
-            self.scaling.look(self.version)
+            self.scaling.apply_request(self.version)
             self.actors.rejoin(0, 0.0)
-            self.scaling.tell(self.version)
+            self.scaling.write_answer(self.version)
             answer = read_answer(self.folder)
             if not until_done or (answer is not None and answer.code is not None):
                 return answer.lines if answer is not None else ()
@@ -116,10 +120,10 @@ def test_who_waits_for_a_request_is_told_that_another_has_taken_its_place(
     monkeypatch.setattr(scale, "lock_holder", lambda folder: "another process")  # whose own lock no process sees
     ask(trainer.folder, former)
     if is_taken:
-        trainer.scaling.look(1)
+        trainer.scaling.apply_request(1)
     ask(trainer.folder, Request("b", 1, configured=2))
     assert scale.wait(trainer.folder, former) == FAILED
-    assert "another request has taken the place of this one" in capsys.readouterr().err
+    assert "another request has replaced this one" in capsys.readouterr().err
     trainer.sync(until_done=True)
     assert scale.wait(trainer.folder, former) == FAILED, "of which the answer is gone"
     assert scale.wait(trainer.folder, Request("b", 1, configured=2)) == 0

@@ -17,17 +17,17 @@ Weights = dict[str, torch.Tensor]
 
 def train_and_log(path: str, config: str, overrides: list[str], layout: dict[str, object], versions: int) -> dict[str, object]:
     """Weights of this rank's stage at each version, where it is the sender, and the metrics of each; the last one twice."""
-    own, told = dict[int, Weights](), []
+    own, metrics = dict[int, Weights](), []
     with engine(path, dtype="bfloat16", optimizer={"learning_rate": 1e-4, "warmup_steps": 0}, **layout) as built:
         exporter = build_exporter(built)
         log = VersionLog(load_config(config, overrides), exporter)
         for version in range(1, versions + 1):
-            told.append(log.write(version))
+            metrics.append(log.write(version))
             log.prune()
             own[version] = {name: tensor.clone() for name, tensor in whole_tensors(exporter)}
             built.update(built.prepare(random_samples(8, seed=version)))
         again = log.write(versions)
-        return {"weights": own if exporter.is_sender else {}, "metrics": told, "again": again}
+        return {"weights": own if exporter.is_sender else {}, "metrics": metrics, "again": again}
 
 
 def fail_to_log(path: str, config: str, overrides: list[str], folder: str) -> str:

@@ -1,0 +1,72 @@
+"""Samples for the trainer, out of groups that are done. Leaves out which groups make a batch (scheduler.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sample import Sample
+from megasync.episodes.task import EpisodeResult
+from megasync.rollouts.group import Group
+
+
+def samples_of(group: Group, place: int) -> list[Sample]:
+    """Of a group that is done; `place` is its place in the batch."""
+    prompt_ids, found = np.array(group.request.prompt_ids, np.int32), list[Sample]()
+    for member, (done, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
+        if done is None or reward is None:
+            continue
+        if isinstance(done, EpisodeResult):
+            found += episode_samples(done, prompt_ids, reward, place, member)
+            continue
+        found.append(
+            Sample(
+                prompt_ids=prompt_ids,
+                response_ids=done.token_ids,
+                rollout_log_probs=done.log_probs,
+                weight_versions=done.weight_versions,
+                routed_experts=done.routed_experts,
+                reward=reward,
+                group=place,
+                member=member,
+                finish_reason=done.finish_reason,
+            )
+        )
+    return found
+
+
+def episode_samples(
+    played: EpisodeResult, prompt_ids: npt.NDArray[np.int32], reward: float, place: int, member: int
+) -> list[Sample]:
+    """One for each branch; one without tokens to train where it failed before there were any, none where it was dropped."""
+    common: dict[str, Any] = {"reward": reward, "group": place, "member": member, "finish_reason": played.finish_reason}
+    if played.is_dropped:
+        return []
+    if not played.branches:
+        return [Sample(prompt_ids, np.empty(0, np.int32), **common)]
+    return [
+        Sample(
+            prompt_ids=branch.token_ids[: branch.prompt_length],
+            response_ids=branch.token_ids[branch.prompt_length :],
+            rollout_log_probs=branch.log_probs[branch.prompt_length :],
+            weight_versions=branch.weight_versions[branch.prompt_length :],
+            routed_experts=branch.routed_experts,
+            is_sampled=branch.is_sampled[branch.prompt_length :],
+            **common,
+        )
+        for branch in played.branches
+    ]
+
+
+def members_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by member: branches of an episode together."""
+    found: list[list[Sample]] = []
+    for sample in samples:
+        last = found[-1][0] if found else None
+        if last is None or sample.member < 0 or (sample.group, sample.member) != (last.group, last.member):
+            found.append([])
+        found[-1].append(sample)
+    return found
