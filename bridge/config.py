@@ -1,4 +1,4 @@
-"""What the YAML key `sync` means, and what a vLLM replica is started with. No torch in here."""
+"""The YAML key `sync`, and the settings of a vLLM replica. No torch in here."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class ReplicaConfig:
     warms_up: bool = True  # on GPUs; False, with enforce_eager alone: kernels are compiled by the first requests that need them
     seed: int = 0
     start_timeout_seconds: float = 600.0
-    answer_timeout_seconds: float = 120.0  # with no sign of life for so long it counts as hung, where a call itself has no limit
+    answer_timeout_seconds: float = 120.0  # without an answer for this long it counts as hung, where a call itself has no limit
     adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
     shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
     has_room: bool = False  # beside the trainer, on devices that they share: it need not wait with its start for memory
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
-    on_update: OnUpdate = "drain"  # what a sync does to running requests: wait for them, hold them, or begin them anew
-    recomputes_cache: bool = True  # continue: what held requests have computed is computed anew, with the new weights
+    on_update: OnUpdate = "drain"  # what a sync does with running requests: wait for them, hold them, or restart them
+    recomputes_cache: bool = True  # continue: the KV cache of held requests is recomputed with the new weights
     detokenizes: bool = False  # requests have stop texts: the tokenizer is read at the start
-    returns_experts: bool = False  # completions tell which experts their tokens went through
+    returns_experts: bool = False  # completions have the experts of their tokens
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

@@ -59,7 +59,7 @@ def load(folder: str | Path) -> tuple[Any, list[str]]:
 
 
 def _switch_off_cleanup(decoder: dict[str, Any]) -> bool:
-    """In a decoder's JSON; whether it was on anywhere."""
+    """Edits a decoder's JSON. Returns whether the option was on anywhere."""
     inner = [_switch_off_cleanup(each) for each in decoder.get("decoders", ())]
     was_on = bool(decoder.get("cleanup"))
     if was_on:
@@ -93,7 +93,7 @@ class Detokenizer:
         }
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the ids add to the text before them."""
+        """The text that the ids add."""
         return self.texts([token_ids])[0]
 
     def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -122,7 +122,7 @@ class Detokenizer:
         return [whole[begin:end] for begin, end in pairwise(ends)]
 
     def stream(self) -> TextStream:
-        """For tokens that come one by one."""
+        """Detokenizes token by token."""
         return TextStream(self)
 
     def _cut(self, ids: list[int]) -> list[list[int] | str]:
@@ -154,7 +154,7 @@ class TextStream:
         self._restart()
 
     def step(self, token_id: int) -> str:
-        """What this token adds, with what was held back before it."""
+        """The text that this token adds, including text that was held back before it."""
         kept: str | None = self._of._apart.get(token_id)
         if kept is not None:
             text = "".join(self._of._decode_batch([self._held])) + kept

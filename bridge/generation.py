@@ -1,4 +1,4 @@
-"""What goes to the replicas to be generated, and what comes back: requests, groups of samples, completions.
+"""The input and output of generation: requests, groups of samples, completions.
 
 Leaves out who works on them (replicas/).
 """
@@ -17,7 +17,7 @@ TOKEN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How responses to a prompt are drawn. `top_k` 0 and `min_p` 0 leave no token out.
+    """Sampling parameters of responses to a prompt. `top_k` 0 and `min_p` 0 leave no token out.
 
     `stop`: texts, special tokens included as they are. `max_new_tokens` of each response; 0 is for log-probs of the
     prompt (Generator.score).
@@ -63,7 +63,7 @@ class Completion:
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
     def copy(self) -> Completion:
-        """With arrays of its own: those that Ray hands out are views of its object store, which cannot free them before."""
+        """A copy with its own arrays. Ray returns views of its object store, which keep the object alive."""
         arrays = self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy()
         return Completion(*arrays, self.finish_reason, self.routed_experts.copy())
 
@@ -88,7 +88,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a replica has finished since it was last asked.
+    """The results that a replica has finished since the last call.
 
     `silent_seconds`: how long vLLM's engine core has owed it an answer; none is due while it loads weights.
     """
@@ -107,7 +107,7 @@ class Collected:
 
 
 def _collected(names: Any, lengths: list[int], joined: Any, experts: Any, silent_seconds: float) -> Collected:
-    """The completions' arrays are of their own memory: those that Ray hands out are views of its object store."""
+    """Copies the completions' arrays: Ray returns views of its object store."""
     columns = [np.split(column.copy(), np.cumsum(lengths[:-1], dtype=np.int64)) for column in joined]
     routed = [rows.copy() for rows in experts] or [NO_EXPERTS] * len(names)
     finished = (

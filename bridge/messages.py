@@ -1,4 +1,4 @@
-"""The protocol of a sync: its states, its typed messages, and what comes of each message in each state.
+"""The protocol of a sync: its states, its typed messages, and the transition for each message in each state.
 
     SERVING --pause--> PAUSED --receive--> RECEIVING --received--> RECEIVED --commit--> COMMITTED
        ^                                                                                     |
@@ -9,7 +9,7 @@ next pause, or back by resume where it kept its weights. A manifest is offered t
 receive: begin changes no weight, whether it is accepted or refused, and resume serves the former version, if there still is
 one. An abort in PAUSED does the same; from RECEIVING on it leads to STALE, where nothing generates, and which the next whole sync
 leaves, by a pause. A replica whose vLLM died, or that gives no answer, is FAILED; only a new one takes its place
-(ReplicaPool.restart). Leaves out who sends what when: publish.py drives, replica.py obeys. No torch in here.
+(ReplicaPool.replace). Leaves out who sends what when: publish.py drives, replica.py obeys. No torch in here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER_VERSION = -1  # weights as loaded from the model folder, before any sync
 
 
 class ReplicaState(Enum):
-    """Where a replica stands; it generates in SERVING alone."""
+    """The state of a replica; it generates only in SERVING."""
 
     SERVING = "serving"
     ASLEEP = "asleep"
@@ -39,7 +39,7 @@ class ReplicaState(Enum):
 
 
 class Event(Enum):
-    """What moves a replica on."""
+    """An event that changes the state of a replica."""
 
     SLEEP = "sleep"
     PAUSE = "pause"
@@ -87,17 +87,17 @@ def next_state(state: ReplicaState, event: Event) -> ReplicaState:
 
 
 def name_replicas(replicas: Sequence[int]) -> str:
-    """For messages: `replica 1`, `replicas 0, 2`; `replicas` where it is not known which."""
+    """For messages: `replica 1`, `replicas 0, 2`; `replicas` where they are unknown."""
     if not replicas:
         return "replicas"
     return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
 
 
 class SyncError(RuntimeError):
-    """A sync that did not happen; the same text on every trainer rank. `version` is the one that was to be published.
+    """A sync that failed; the same text on every trainer rank. `version` is the one that was to be published.
 
-    `refused`: the replicas turned the manifest down and still serve the former version. Otherwise those in `failed_replicas` are
-    out of service until ReplicaPool.restart, and those in `stale_replicas` until another sync.
+    `refused`: the replicas refused the manifest and still serve the former version. Otherwise those in `failed_replicas` are
+    out of service until ReplicaPool.replace, and those in `stale_replicas` until another sync.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class SyncError(RuntimeError):
         super().__init__(f"sync of version {version} {outcome}: " + "; ".join(reasons))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions with arguments of their own do not pickle by themselves; Ray carries this one."""
+        """Exceptions with their own arguments need this to be pickled, which Ray does."""
         failed, stale = self.failed_replicas, self.stale_replicas
         rebuild = partial(SyncError, refused=self.refused, failed_replicas=failed, stale_replicas=stale)
         return rebuild, (self.version, self.reasons)
 
 
 class NotServingError(RuntimeError):
-    """A replica has no whole weights until the next sync; it is in order otherwise."""
+    """A replica has no complete weights until the next sync."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +153,20 @@ class BeginSync:
     num_readers: int
     replica: int
     verify: bool
-    timeout_seconds: float  # from when it is taken in: clocks of two hosts are not compared
+    timeout_seconds: float  # from its arrival on: clocks of two hosts are not compared
     lanes_json: str | None = None
     adapter: dict[str, Any] | None = None  # AdapterSpec's fields, where the tensors are an adapter and no weights
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> BeginSync:
-        """Of `dataclasses.asdict`, as vLLM brings it to its workers."""
+        """From `dataclasses.asdict`, the form in which vLLM passes it to its workers."""
         endpoints = tuple(tuple(stages) for stages in fields["endpoints"])
         return BeginSync(**(fields | {"stage_sizes": tuple(fields["stage_sizes"]), "endpoints": endpoints}))
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """A stretch of a sync for the timeline; wall clock, seconds since the epoch."""
+    """A span of a sync for the timeline; wall clock, seconds since the epoch."""
 
     name: str
     start: float
@@ -175,7 +175,7 @@ class StageSpan:
 
 @dataclass
 class Spans:
-    """Collects stretches."""
+    """Collects spans."""
 
     taken: list[StageSpan] = field(default_factory=list)
 
@@ -187,7 +187,7 @@ class Spans:
 
 
 class Replicas(Protocol):
-    """What a Publisher asks of the replicas: ReplicaPool's side of the protocol. Methods raise RuntimeError."""
+    """The methods that a Publisher calls on the replicas: ReplicaPool's side of the protocol. They raise RuntimeError."""
 
     @property
     def reader_names(self) -> list[str]: ...

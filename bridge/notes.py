@@ -1,4 +1,4 @@
-"""What a replica's processes have to say to whoever started them: marked lines of their output, for which the actor looks.
+"""Notes of a replica's processes to the actor that started them: marked lines of their output.
 
 Leaves out errors, which end a start (replicas/output.py), and what vLLM logs.
 """

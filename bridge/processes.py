@@ -27,11 +27,11 @@ RAY_PATH, VLLM_PATH = 84, 68  # how much longer than their folder's the paths of
 # Of trainer ranks and replicas on CPUs. Large tensors come from the kernel, in huge pages where it has them, and go back to it:
 # a step, or a reload of weights, takes and frees many of them between ones that stay, and glibc's own heap gets full of holes.
 MALLOC, MALLOC_ON_CPU = "GLIBC_TUNABLES", f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={4 * 2**20}"
-GONE = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
+NO_SUCH_PROCESS = (FileNotFoundError, ProcessLookupError)  # what looking at a process in /proc raises when there is none
 
 
 def host_identity() -> str:
-    """Name of this host, or container, and what tells it from others of the name: processes of one host can share memory."""
+    """Name and unique identity of this host or container: processes of one host can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -77,13 +77,13 @@ def shared_memory_below(pid: int) -> set[str]:
     """The segments in /dev/shm that vLLM's processes, `pid` and its descendants, have mapped now; none where `pid` is gone."""
     found: set[str] = set()
     for process in (pid, *(child.pid for child in descendants(pid))):
-        with suppress(*GONE):
+        with suppress(*NO_SUCH_PROCESS):
             found |= _shared_memory(process)
     return found
 
 
 def cuda_memory(pids: Iterable[int]) -> set[str]:
-    """What CUDA and torch have in /dev/shm for these processes when they share GPU memory.
+    """The files of CUDA and torch in /dev/shm for these processes when they share GPU memory.
 
     It outlives a process that was killed, or left by `os._exit`: CUDA's (driver 580), and torch's counts of who has the memory
     mapped (NewProcessWideShmHandle in ATen's MapAllocator.cpp names them; torch 2.11).
@@ -101,7 +101,7 @@ def end_descendants(pid: int) -> None:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Of all generations; none where `pid` is gone."""
+    """Descendants of all generations; none where `pid` has ended."""
     try:
         found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -118,10 +118,10 @@ def is_alive(pid: int) -> bool:
 
 
 def lower_priority(pid: int, niceness: int) -> None:
-    """Of a process and all below it, at least `niceness`: of each thread, since Linux has it by thread. New ones inherit it."""
+    """Raise the niceness of a process and its descendants, thread by thread as Linux has it; new threads inherit it."""
     for each in (pid, *(child.pid for child in descendants(pid))):
         for thread in Path(f"/proc/{each}/task").glob("*"):
-            with suppress(*GONE):
+            with suppress(*NO_SUCH_PROCESS):
                 number = int(thread.name)
                 os.setpriority(os.PRIO_PROCESS, number, max(niceness, os.getpriority(os.PRIO_PROCESS, number)))
 
@@ -133,7 +133,7 @@ def _shared_memory(pid: int) -> set[str]:
     found = set()
     for pattern in SHARED_MEMORY if mapped else ():
         for path in MEMORY_FOLDER.glob(pattern):
-            with suppress(*GONE):
+            with suppress(*NO_SUCH_PROCESS):
                 if path.stat().st_ino in mapped:
                     found.add(str(path))
     return found

@@ -2,10 +2,10 @@
 
 Each room imports only from those above it:
 
-config.py     what the YAML keys `model`, `engine` and `algorithm` mean
+config.py     the YAML keys `model`, `engine` and `algorithm`
 sample.py     Sample: a prompt with a response, as arrays
-rules.py      what of a model and a layout goes together: asked by the config check and by the engine (no torch)
-resume.py     what a checkpoint's index says, and whether a run can go on from it (no torch)
+rules.py      compatibility of a model and a layout: used by the config check and by the engine (no torch)
+resume.py     a checkpoint's index, and whether a run can resume from it (no torch)
 runtime/      the device, megatron-core itself, process groups, random states
 batch/        samples packed into balanced micro-batches
 attention/    core attention over packed sequences, its kernels, contexts, rotary embedding
@@ -19,6 +19,6 @@ passes.py     micro-batches through the model, by megatron-core's schedule
 offload.py    parameters, gradients and optimizer state to host memory and back
 alike.py      whether all ranks start from the same model
 engine.py     Engine: prepare, update, whole_parameters
-trace.py      one sequence through the model, every tensor on the way kept
+trace.py      one forward pass that records every intermediate tensor
 checkpoint/   save and resume: cut-off safe, in any layout, beside the training if wanted
 """

@@ -1,14 +1,15 @@
-"""Do all ranks start from the same model? Each reads the model's folder on its own node, and no step would tell other weights.
+"""Checks that all ranks start from the same model: each reads the folder on its own node, and no step notices other weights.
 
 After loading, and before the chunks are wrapped, a digest of each parameter is compared over the ranks that hold the same of it:
 the data- and context-parallel ones, also the tensor-parallel ones where it is not sharded, and the two pipeline stages that hold
-tied embeddings. What one node alone holds has nothing to be compared with: there, samples of the folder's tensors are. Leaves out
-what changes later.
+tied embeddings. A tensor that only one node holds cannot be compared; for these, samples of the folder's tensors are. Leaves out
+later changes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import socket
 from collections.abc import Iterator, Sequence
@@ -101,7 +102,7 @@ def _named(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Te
 
 
 def _differing(group: Any, tensors: dict[str, torch.Tensor]) -> tuple[list[str], set[int]]:
-    """The names of those that differ in the group, and the ranks whose values fewer have; of as many, those after rank 0."""
+    """The names of tensors that differ in the group, and the ranks in the minority; in a tie, those after the first rank."""
     if not tensors or group.size() == 1:
         return [], set()
     own = torch.stack([digest(tensor) for tensor in tensors.values()])
@@ -135,12 +136,8 @@ def _compare(own: dict[str, str], path: Path) -> None:
     texts = _from_all(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest())
     if len(set(texts)) > 1:
         usual, everyone = max(texts, key=texts.count), _from_all(own)
-        names = [name for name in dict.fromkeys(name for each in everyone for name in each) if _differs(name, everyone)]
+        names = [name for name in dict.fromkeys(itertools.chain(*everyone)) if len({each.get(name) for each in everyone}) > 1]
         _refuse(names, {rank for rank, text in enumerate(texts) if text != usual}, str(path))
-
-
-def _differs(name: str, everyone: Sequence[dict[str, str]]) -> bool:
-    return len({each.get(name) for each in everyone}) > 1
 
 
 def _refuse(names: Sequence[str], ranks: set[int], where: str) -> None:

@@ -1,4 +1,4 @@
-"""What the YAML keys `model`, `engine` and `algorithm` mean. No torch in here: configs are checked without it.
+"""The YAML keys `model`, `engine` and `algorithm`. No torch in here: configs are checked without it.
 
 Leaves out loading (megasync/config/load.py) and what depends on the model and the number of ranks (megasync/checks/check.py).
 """
@@ -158,7 +158,7 @@ def _by_own_names(value: object) -> object:
 
 
 def _without_guess(name: object) -> object:
-    """Of a name that is unlike ours none is nearest: o_proj, say, is unlike c_proj."""
+    """Suggests no nearest name for a name unlike ours, such as c_proj for o_proj."""
     if not isinstance(name, str) or name in ALL_TARGETS or name.startswith("linear_"):
         return name
     lines = {"choices": ", ".join(ALL_TARGETS), "example": f"[{','.join(LORA_TARGETS)}]"}
@@ -188,7 +188,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -233,7 +233,7 @@ class EngineConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-PRESETS: dict[str, dict[str, Any]] = {  # published algorithms as keys of `algorithm`; sources in docs/algorithms.md
+PRESETS: dict[str, dict[str, Any]] = {  # published algorithms as keys of `algorithm`; sources in docs/how_a_step_works.md
     "grpo": {"loss_aggregation": "sequence_mean", "clip_high": 0.2, "kl_coefficient": 0.04},
     "dr_grpo": {"clip_high": 0.2, "loss_aggregation": "constant_length", "normalize_advantage_by_std": False},
     "dapo": {
@@ -253,7 +253,7 @@ class AlgorithmConfig(Section):
     name: Literal["grpo", "sft"] = "grpo"
     """grpo: rollouts with rewards; sft: supervised steps on the data's answers."""
     preset: Literal["none", "grpo", "dr_grpo", "dapo", "gspo", "rloo"] = "none"
-    """Sets the keys below as a published algorithm has them (docs/algorithms.md); those that are given beside it win."""
+    """Sets the keys below as a published algorithm has them (docs/how_a_step_works.md); those that are given beside it win."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """The ratio of new to old probabilities counts down to 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.28

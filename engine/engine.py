@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from engine import alike, minibatch
-from engine.objective import head, loss, metrics, logits
+from engine.objective import loss, metrics, logits
 from engine.attention import flash, fused
 from engine.runtime import device, parallel
-from engine.model import exact, families, lora, stages
+from engine.model import exact, families, head, lora, stages
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
@@ -39,13 +39,13 @@ from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedu
 from engine.passes import PipelineRunner
 from engine.runtime.memory import after_return, return_free_memory
 from engine.runtime.random_state import unchanged_random_state
-from engine.sample import Sample
+from engine.sample import AS_THE_MODEL, RolloutSampling, Sample
 from engine.wrap.items import WeightItem
 from engine.wrap.table import FrozenModel, WrappedModel
 
 
 class HeldOut(NamedTuple):
-    """Of one sample that is not trained on."""
+    """Scores of one sample that is not trained on."""
 
     num_tokens: int  # sampled ones
     log_prob: float  # their sum, natural
@@ -55,48 +55,44 @@ class HeldOut(NamedTuple):
 class Engine:
     """Model, wrap and optimizer of one rank. Process groups are built by `parallel.initialize` before."""
 
-    def __init__(  # noqa: PLR0913 - what a run is told and what it resumes from, by keyword
+    def __init__(
         self,
         model: ModelConfig,
         engine: EngineConfig,
         algorithm: AlgorithmConfig,
         *,
         num_steps: int,
-        temperature: float = 1.0,
-        max_new_tokens: int = 0,
+        sampling: RolloutSampling = AS_THE_MODEL,
         weights_path: str | Path | None = None,
         adapter_path: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        """`temperature`: of the rollouts, which their log-probs are taken at; supervised steps take theirs at 1.
-
-        `max_new_tokens`: most tokens of a response, which some choices of `algorithm` count with.
-
-        For resuming: folders whose weights replace those of `model.path`, whose adapter that of `lora.adapter_path`.
+        """
+        Args:
+            model: of the folder to train, like `engine` and `algorithm` a part of the configuration.
+            num_steps: of the whole run, for the learning-rate schedule.
+            sampling: GRPO computes log-probs at its temperature; `max_new_tokens` is needed by constant_length and penalise.
+            weights_path: a folder with the weights to resume from, in place of `model.path`.
+            adapter_path: a folder with the adapter to resume from, in place of `lora.adapter_path`.
+            seed: of new adapters.
         """
         self.config, self.algorithm = engine, algorithm
-        self.temperature = temperature if algorithm.name == "grpo" else 1.0
-        self.max_new_tokens = max_new_tokens
-        if not max_new_tokens and (algorithm.loss_aggregation == "constant_length" or algorithm.truncated == "penalise"):
-            raise ValueError("max_new_tokens: give the most tokens of a response, which this algorithm counts with")
+        self.temperature = sampling.temperature if algorithm.name == "grpo" else 1.0
+        self.max_new_tokens = sampling.max_new_tokens
+        check_limit(algorithm, sampling)
         self.layout = parallel.layout()
         self.device = device.compute_device()
-        if torch.are_deterministic_algorithms_enabled():
-            self.config = engine = engine.model_copy(update={"kernels": "torch"})
-        chosen = kernels.choose(engine, model.dtype)
-        router_options = algorithm.load_balancing, algorithm.router_bias_update_rate
-        self.mbridge = build_mbridge(model, engine, *router_options, adds_gradients=chosen.weight_gradients != "torch")
+        self._kernels = kernels.choose(engine, model.dtype)
+        self.mbridge = build_mbridge(model, engine, algorithm, adds_gradients=self._kernels.weight_gradients != "torch")
         alike.check_config(self.mbridge.hf_config, model.path)
         self.use_fused = fused.is_enabled(engine.fusions)
-        self.kernels = kernels.describe(engine.kernels, chosen, flash.choose(engine.kernels, self.mbridge.config))
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
         self.balance = balance(engine, self.mbridge)
+        self.kernels = self._kernels.describe(flash.choose(self._kernels.setting, self.mbridge.config))
         self._describe_choices()
-        chunks = with_head(self._start_chunks(weights_path or model.path), self.mbridge, engine)
+        chunks = with_product(build_chunks(self.mbridge, weights_path or model.path), self.mbridge, engine)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
-        if engine.lora.rank:
-            lora.add_adapters(chunks, engine.lora, seed)
-            self._load_adapters(chunks, Path(model.path), adapter_path, has_reference)
+        self._add_adapters(chunks, seed, Path(model.path), adapter_path, has_reference)
         alike.check_weights(chunks, weights_path or model.path, adapter_path or engine.lora.adapter_path)
         self.model_config: Any = gpt_model(chunks[0]).config
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
@@ -106,24 +102,29 @@ class Engine:
         self.reference = self._build_reference(model.path) if has_reference else None
         self._host_state = HostState(self) if engine.optimizer.offload else None
         self._runner = PipelineRunner(self.mbridge, engine.logits_chunk_tokens, use_fused=self.use_fused)
+        self._cutter = minibatch.Cutter(engine, algorithm, self.layout, self.balance, self.has_experts, self.device)
         self._set_functions_of_the_schedule()
 
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.model_config.num_moe_experts)
+
     def _describe_choices(self) -> None:
-        """Of what was left to the engine, on rank 0."""
-        told = families.describe(self.mbridge.hf_config)
+        """Print the choices that the engine has made itself, on rank 0."""
+        lines = families.describe(self.mbridge.hf_config)
         if device.has_cuda():
-            told += [fused.describe(self.config.fusions), self.kernels]
-        told += [stages.describe(self.stage_layers, self.layout.pipeline_size)] if self.layout.pipeline_size > 1 else []
-        for line in told if self.layout.rank == 0 else ():
+            lines += [fused.describe(self.config.fusions), self.kernels]
+        lines += [stages.describe(self.stage_layers, self.layout.pipeline_size)] if self.layout.pipeline_size > 1 else []
+        for line in lines if self.layout.rank == 0 else ():
             print(line, file=sys.stderr, flush=True)
 
     def _build_reference(self, path: str) -> WrappedModel | FrozenModel:
-        """The KL's: with LoRA the policy without its adapters, else the folder's weights once more."""
+        """The reference of the KL: with LoRA the policy without its adapters, else the folder's weights once more."""
         if self.config.lora.rank:
             return self.wrapped
         chunks = build_chunks(self.mbridge, path)
         alike.check_weights(chunks, path)
-        return FrozenModel(self.config, self.model_config, with_head(chunks, self.mbridge, self.config))
+        return FrozenModel(self.config, self.model_config, with_product(chunks, self.mbridge, self.config))
 
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
@@ -134,13 +135,15 @@ class Engine:
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
 
-    def _start_chunks(self, path: str | Path) -> list[torch.nn.Module]:
-        return build_chunks(self.mbridge, path)
-
-    def _load_adapters(
-        self, chunks: list[torch.nn.Module], model_path: Path, resumed: str | Path | None, has_reference: bool
+    def _add_adapters(
+        self, chunks: list[torch.nn.Module], seed: int, model_path: Path, resumed: str | Path | None, has_reference: bool
     ) -> None:
-        """Those of `lora.adapter_path`, also for the KL's reference; in the policy the ones of `resumed` replace them."""
+        """Add new adapters, or those of `lora.adapter_path`, which the reference of the KL has too; in the policy those of
+        `resumed` replace them.
+        """
+        if not self.config.lora.rank:
+            return
+        lora.add_adapters(chunks, self.config.lora, seed)
         start = self.config.lora.adapter_path
         if start and (has_reference or not resumed):
             factors.load_adapter(chunks, Path(start), self.config.lora, self.mbridge, model_path)
@@ -150,14 +153,14 @@ class Engine:
             factors.load_adapter(chunks, Path(resumed), self.config.lora, self.mbridge, model_path)
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
-        """For each data-parallel rank the indices of the samples whose tokens `prepare` needs there."""
+        """For each data-parallel rank the indices of the samples whose tokens `prepare` needs on it."""
         parts = split_members(samples.members, self.algorithm.num_minibatches)
         return needed_samples(samples.lengths, parts, self.layout.data_size, self.config.tokens_per_microbatch, self.balance)
 
     def prepare(self, samples: Sequence[Sample] | SampleTable) -> list[MiniBatch]:
         """Cut a batch into mini-batches, pack this rank's part, and add advantages, old and reference log-probs.
 
-        A table need hold no other tokens than those of `needed_samples`.
+        A table needs to hold only the tokens of `needed_samples`.
         """
         table = SampleTable.from_samples(samples)
         if self.algorithm.name == "grpo":
@@ -180,7 +183,7 @@ class Engine:
 
     @property
     def _needs_old_log_probs(self) -> bool:
-        """Whether the loss cannot take them from its own forward pass, because a step lies between or by configuration."""
+        """Whether a separate forward pass is needed: more than one optimizer step per batch, or configured."""
         algorithm = self.algorithm
         return algorithm.name == "grpo" and (algorithm.steps_per_batch > 1 or algorithm.old_log_probs == "separate")
 
@@ -200,15 +203,15 @@ class Engine:
     def old_log_probs(
         self, minibatches: Sequence[MiniBatch], samples: SampleTable, chosen: Sequence[int]
     ) -> list[npt.NDArray[np.float32]]:
-        """What an `update` took for the old log-probs of the response tokens of the `chosen` samples of its batch.
+        """The old log-probs that an `update` has used, at the response tokens of the `chosen` samples of its batch.
 
-        On other ranks than 0 []. `samples`: what `prepare` was given.
+        [] on all ranks but 0. `samples`: those given to `prepare`.
         """
         packed = [(mini.first_sample, micro) for mini in minibatches for micro in mini.microbatches]
         return chosen_log_probs(packed if self._reports else [], samples, chosen, self.device)
 
     def held_out(self, samples: Sequence[Sample]) -> list[HeldOut]:
-        """How likely the sampled tokens of each response are at temperature 1, and whether greedy decoding gives all of them.
+        """The log-prob of each response's sampled tokens at temperature 1, and whether greedy decoding gives all of them.
 
         One forward pass: as long as every token so far was the arg-max, the prefix is that of greedy decoding.
         """
@@ -222,23 +225,23 @@ class Engine:
         return [values for (values,) in self._response_values(samples, self._log_probs(1.0))]
 
     def state_on_device(self) -> AbstractContextManager[None]:
-        """Within the block the optimizer's state and main weights are on the device, for whoever reads or sets them."""
+        """Within the block the optimizer's state and main weights are on the device, to be read or set."""
         return nullcontext() if self._host_state is None else self._host_state.on_device()
 
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
-        """This stage's parameters, layer by layer: see WrappedModel. Every rank must walk all of it."""
+        """This stage's parameters, layer by layer: see WrappedModel. Collective: every rank iterates to the end."""
         return self.wrapped.whole_parameters()
 
     def adapter_tensors(self) -> Iterator[factors.PeftFactors]:
-        """This stage's adapters in PEFT's names, on its sender. Every rank must walk all of it."""
+        """This stage's adapters in PEFT's names, on its sender. Collective: every rank iterates to the end."""
         return factors.adapter_tensors(self.wrapped.whole_adapters(), self.mbridge, self.layout)
 
     # ------------------------------------------------------------------------------------------------ one step
 
     def _minibatch(self, table: SampleTable, first_sample: int = 0) -> MiniBatch:
-        has_experts = bool(self.model_config.num_moe_experts)
-        choices = self.config, self.algorithm, self.layout, self.balance
-        return minibatch.cut(table, first_sample, *choices, has_experts=has_experts, device=self.device)
+        mini = self._cutter.cut(table, first_sample)
+        self._runner.set_rotary(mini.microbatches, self.chunks[0])
+        return mini
 
     def _step(self, mini: MiniBatch) -> dict[str, float]:
         self._zero_gradients()
@@ -248,7 +251,7 @@ class Engine:
         scale = loss_scale(self.optimizer)
         norm = gradient_norm(self.optimizer)
         sums = metrics.reduce(reports if self._reports else [], self.algorithm.name, self.device)
-        if self.model_config.num_moe_experts:
+        if self.has_experts:
             sums |= router.take_sums(self.chunks, len(mini.microbatches), self.layout, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
         if not skipped:
@@ -271,7 +274,7 @@ class Engine:
 
     @property
     def _read(self) -> logits.LogProbs:
-        """What the loss is made of."""
+        """Reads the values that the loss needs."""
         has_entropy = self.algorithm.name == "grpo" and self.algorithm.log_entropy
         return self._log_probs(self.temperature, has_entropy=has_entropy)
 
@@ -295,7 +298,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ evaluation
 
     def _set_log_probs(self, microbatches: list[MicroBatch], field: str, chunks: list[torch.nn.Module]) -> None:
-        """Those of `chunks`, without gradients, into this field of each micro-batch; of the last stage alone."""
+        """Log-probs by `chunks`, without gradients, into this field of each micro-batch, on the last stage only."""
         with torch.no_grad():
             values = self._runner.run(microbatches, chunks, self._log_probs(self.temperature))
         for micro, own in zip(microbatches, values or [(None,)] * len(microbatches), strict=True):
@@ -304,7 +307,7 @@ class Engine:
     def _response_values(
         self, samples: Sequence[Sample], read: head.LogitsFunction, num_values: int = 1
     ) -> list[tuple[torch.Tensor, ...]]:
-        """The values that are read where each sample's response tokens are predicted; float32 on the CPU, on every rank."""
+        """The values read at the positions that predict each sample's response tokens; float32 on the CPU, on every rank."""
         table = SampleTable.from_samples(samples)
         microbatches = self._minibatch(table).microbatches
         with torch.no_grad():
@@ -323,15 +326,22 @@ class Engine:
 
     @property
     def _reports(self) -> bool:
-        """One tensor- and context-parallel rank of the last pipeline stage speaks for each data-parallel rank."""
+        """Whether this rank reports for its data-parallel rank: the first tensor- and context-parallel one of the last stage."""
         return self.layout.is_last_stage and self.layout.tensor_rank == self.layout.context_rank == 0
 
 
-def with_head(chunks: list[torch.nn.Module], mbridge: Any, config: EngineConfig) -> list[torch.nn.Module]:
-    """The chunks, with the product that makes logits in the output layer."""
+def check_limit(algorithm: AlgorithmConfig, sampling: RolloutSampling) -> None:
+    """ValueError where `algorithm` needs the limit of a response and there is none."""
+    if not sampling.max_new_tokens and (algorithm.loss_aggregation == "constant_length" or algorithm.truncated == "penalise"):
+        raise ValueError("sampling.max_new_tokens = 0: this algorithm needs the limit of a response, in tokens")
+
+
+def with_product(chunks: list[torch.nn.Module], mbridge: Any, config: EngineConfig) -> list[torch.nn.Module]:
+    """The chunks, whose output layer makes logits by the configured product."""
+    for chunk in chunks:
+        layer = head.output_layer(gpt_model(chunk))
+        if layer is not None and (mbridge.is_exact or config.head_dtype == "float32"):
+            layer.product = exact.product if mbridge.is_exact else head.in_float32
     if mbridge.is_exact:
-        head.use_product(chunks, exact.product)
         exact.prepare_machine(chunks, mbridge.hf_config)
-    elif config.head_dtype == "float32":
-        head.use_product(chunks, head.in_float32)
     return chunks

@@ -1,4 +1,4 @@
-"""Samples become mini-batches: what of an optimizer step this rank computes, and the counts of all ranks.
+"""Samples become mini-batches: this rank's share of an optimizer step, and the counts of all ranks.
 
 No collective: each rank cuts the same table and packs its own part. Leaves out old and reference log-probs (engine.py).
 Try it: tests/engine/test_engine.py.
@@ -23,7 +23,7 @@ from engine.config import AlgorithmConfig, EngineConfig
 
 @dataclass
 class MiniBatch:
-    """What one optimizer step sees on this rank; the counts are over all ranks, of what is in the loss."""
+    """One optimizer step's samples on this rank; the counts are over all ranks, and only of samples in the loss."""
 
     microbatches: list[MicroBatch]
     num_tokens: int  # sampled tokens
@@ -44,32 +44,33 @@ def with_advantages(table: SampleTable, algorithm: AlgorithmConfig, max_new_toke
     return dataclasses.replace(table, advantages=np.array(found)[members])
 
 
-def cut(
-    table: SampleTable,
-    first_sample: int,
-    config: EngineConfig,
-    algorithm: AlgorithmConfig,
-    layout: Layout,
-    balance: Balance,
-    *,
-    has_experts: bool,
-    device: torch.device,
-) -> MiniBatch:
-    """All samples of the table, which begins with that one of its batch, as one mini-batch."""
-    bins = plan_microbatches(table.lengths, layout.data_size, config.tokens_per_microbatch, balance)
-    split, chunks = config.parallel, context.num_chunks(config.parallel)
-    multiple = chunks * (split.tensor if split.sequence else 1)
-    microbatches = [pack(table, indices, multiple, device, chunks) for indices in bins[layout.data_rank]]
-    members, counted = table.members, table.sampled_lengths > 0
-    if algorithm.truncated == "mask":
-        is_cut = table.columns["finish_reason"] == "length"
-        counted = counted & ~np.isin(members, members[is_cut])
-    for micro in microbatches:
-        loss.leave_out(micro, counted[micro.samples].tolist())
-        if has_experts:
-            num_microbatches = len(microbatches) * layout.data_size
-            router.set_routing(micro, table, num_microbatches, replay=algorithm.router_replay == "rollout")
-    microbatches = context.shard_microbatches(microbatches, split)
-    padding = padding_fraction(table.lengths, bins, multiple, chunks)
-    num_tokens, num_members = int(table.sampled_lengths[counted].sum()), len(np.unique(members[counted]))
-    return MiniBatch(microbatches, num_tokens, num_members, first_sample, padding)
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts batches for this rank; what all batches of an engine have in common."""
+
+    config: EngineConfig
+    algorithm: AlgorithmConfig
+    layout: Layout
+    balance: Balance
+    has_experts: bool
+    device: torch.device
+
+    def cut(self, table: SampleTable, first_sample: int = 0) -> MiniBatch:
+        """All samples of the table as one mini-batch; they follow each other in their batch, beginning with `first_sample`."""
+        split, chunks = self.config.parallel, context.num_chunks(self.config.parallel)
+        bins = plan_microbatches(table.lengths, self.layout.data_size, self.config.tokens_per_microbatch, self.balance)
+        multiple = chunks * (split.tensor if split.sequence else 1)
+        microbatches = [pack(table, indices, multiple, self.device, chunks) for indices in bins[self.layout.data_rank]]
+        members, counted = table.members, table.sampled_lengths > 0
+        if self.algorithm.truncated == "mask":
+            is_cut = table.columns["finish_reason"] == "length"
+            counted = counted & ~np.isin(members, members[is_cut])
+        for micro in microbatches:
+            loss.leave_out(micro, counted[micro.samples].tolist())
+            if self.has_experts:
+                num_microbatches = len(microbatches) * self.layout.data_size
+                router.set_routing(micro, table, num_microbatches, replay=self.algorithm.router_replay == "rollout")
+        microbatches = context.shard_microbatches(microbatches, split)
+        padding = padding_fraction(table.lengths, bins, multiple, chunks)
+        num_tokens, num_members = int(table.sampled_lengths[counted].sum()), len(np.unique(members[counted]))
+        return MiniBatch(microbatches, num_tokens, num_members, first_sample, padding)

@@ -1,4 +1,4 @@
-"""Moves parameters, gradients and optimizer state out of device memory between steps, and back, for whoever shares the device.
+"""Moves parameters, gradients and optimizer state out of device memory between steps, and back, to share the device.
 
 A storage is copied into page-locked host memory and shrunk to nothing; every tensor that is a view of it, in DDP's buffers, in
 Megatron-FSDP's and in the optimizer, stays what it is and is whole again after `reload`. Gradients are not copied: a step
@@ -39,7 +39,7 @@ class HasState(Protocol):
 
 
 class Offload:
-    """What has been moved off the device, and the host memory for it, which is kept for the next time."""
+    """The tensors moved off the device, and their host memory, which is reused."""
 
     def __init__(self, engine: HasState) -> None:
         self.engine = engine
@@ -50,7 +50,7 @@ class Offload:
         self._host_bytes = 0
 
     def offload(self, kinds: Sequence[str] = OFFLOAD_KINDS, *, for_others: bool = True) -> int:
-        """Take these kinds off the device, those that are on it; returns the bytes that came free, `for_others` too."""
+        """Move these kinds off the device; returns the bytes that were freed, including those `for_others`."""
         assert set(kinds) <= set(OFFLOAD_KINDS), kinds
         device.synchronize()  # other streams may still use what is shrunk here
         if "gradients" in kinds and "gradients" not in self.away:
@@ -69,7 +69,7 @@ class Offload:
         return sum(self._sizes[storage._cdata] for storages in moving.values() for storage in storages)
 
     def reload(self, kinds: Sequence[str] = OFFLOAD_KINDS) -> None:
-        """Bring these kinds back, those that are away; gradients are zero."""
+        """Move these kinds back to the device; gradients are zero."""
         coming = {kind: self.away.pop(kind) for kind in kinds if kind in self.away}
         for kind, storages in coming.items():
             for storage in storages:
@@ -80,7 +80,7 @@ class Offload:
         device.synchronize()
 
     def _on_device(self, kinds: Sequence[str]) -> dict[str, list[torch.UntypedStorage]]:
-        """By kind, each once: what is two things, such as fp32 weights that the optimizer steps, is the first of them.
+        """Tensors by kind, each once: one of two kinds, such as fp32 weights that the optimizer steps, counts as the first.
 
         Without what cannot be resized: memory that is mapped from a checkpoint's file, on CPUs.
         """
@@ -142,7 +142,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def storages(engine: HasState, kind: str) -> Iterator[torch.UntypedStorage]:
-    """Of one of OFFLOAD_KINDS; some more than once."""
+    """The tensors of one of OFFLOAD_KINDS; some more than once."""
     gradients = engine.wrapped.gradients()
     tensors = {"parameters": _parameters(engine), "gradients": gradients, "optimizer": _optimizer(engine)}[kind]
     return (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from engine.attention import fused, latent
-from engine.objective import head, logits
-from engine.model import exact, vocabulary
+from engine.objective import logits
+from engine.model import exact, head
 from engine.batch.batch import MicroBatch
 from engine.runtime.megatron import get_forward_backward_func
 from engine.model.build import gpt_model
@@ -25,7 +25,7 @@ class PipelineRunner:
     """Runs an engine's micro-batches."""
 
     def __init__(self, mbridge: Any, logits_chunk_tokens: int, *, use_fused: bool) -> None:
-        """`mbridge`: what has built the model; `logits_chunk_tokens`: see EngineConfig."""
+        """`mbridge`: the bridge that built the model; `logits_chunk_tokens`: see EngineConfig."""
         self.mbridge, self.logits_chunk_tokens, self.use_fused = mbridge, logits_chunk_tokens, use_fused
         self.rotation = exact.Rotation(mbridge.hf_config) if mbridge.is_exact else latent.rotation(mbridge.hf_config)
 
@@ -36,26 +36,22 @@ class PipelineRunner:
         read: head.LogitsFunction,
         loss_function: LossFunction | None = None,
     ) -> list[Any]:
-        """megatron-core's schedule over the micro-batches; on the last stage what `loss_function` reports, elsewhere [].
+        """Run megatron-core's schedule. Returns what `loss_function` reports of each micro-batch, [] on all but the last stage.
 
-        Without one there is no backward pass, and what is read is reported.
+        Without `loss_function` there is no backward pass, and the values that are read are returned.
         """
-        options, chunk_tokens = {}, self.logits_chunk_tokens
-        shown = vocabulary.mask_padding(read, self.mbridge)
-        again = vocabulary.mask_padding(read.differentiable(), self.mbridge) if isinstance(read, logits.LogProbs) else shown
+        options, chunk_tokens, reader = {}, self.logits_chunk_tokens, logits.reader(read, self.mbridge)
         if self.use_fused and self.mbridge.dtype is not torch.float32:
             options["fp32_output"] = False  # module.py:453: else the wrapper makes a float32 copy of all logits
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
-            if micro.sequences.rotary is None:
-                micro.sequences.rotary = self._rotary(micro, chunk)
-            with logits.read_in_chunks(chunk, micro.labels, shown, again, chunk_tokens):
-                output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
+            logits.read_in_chunks(gpt_model(chunk), micro.labels, reader, chunk_tokens)
+            output = chunk(micro.tokens, micro.position_ids, None, packed_seq_params=micro.sequences, **options)
             return output, partial(report, micro)
 
         def report(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            values = logits.values(output, micro, shown, chunk_tokens)
+            values = logits.values(output, micro, reader, chunk_tokens)
             return loss_function(micro, values) if loss_function else (values[0].new_zeros(()), values)
 
         iterators = [iter(microbatches) for _ in chunks]
@@ -69,10 +65,12 @@ class PipelineRunner:
             forward_only=loss_function is None,
         )
 
-    def _rotary(self, micro: MicroBatch, chunk: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What attention of ours turns queries and keys by; None where megatron-core turns them."""
-        if self.rotation is not None:
-            return self.rotation.tables(micro.position_ids)
-        if not self.use_fused:
-            return None
-        return fused.rotary_tables(gpt_model(chunk).rotary_pos_emb, micro.position_ids, micro.sequences.max_seqlen_q)
+    def set_rotary(self, microbatches: list[MicroBatch], chunk: torch.nn.Module) -> None:
+        """Add the tables by which the engine's own attention rotates queries and keys; none where megatron-core rotates them."""
+        for micro in microbatches:
+            sequences = micro.sequences
+            if self.rotation is not None:
+                sequences.rotary = self.rotation.tables(micro.position_ids)
+            elif self.use_fused:
+                embedding = gpt_model(chunk).rotary_pos_emb
+                sequences.rotary = fused.rotary_tables(embedding, micro.position_ids, sequences.max_seqlen_q)

@@ -1,4 +1,4 @@
-"""What a checkpoint's index says, and whether a run can go on from it: asked by the check before the start, and on resuming.
+"""A checkpoint's index, and whether a run can resume from it: used by the check before the start, and on resuming.
 
 No torch in here. Leaves out tensors (engine/checkpoint/).
 """
@@ -20,12 +20,12 @@ INDEX_FILE = "index.json"
 
 
 def model_of(dtype: str, lora: LoraConfig) -> dict[str, Any]:
-    """What must be the same as in the checkpoint."""
+    """The values that must equal the checkpoint's."""
     return {"dtype": f"torch.{dtype}", "lora_rank": lora.rank, "lora_targets": sorted(lora.targets) if lora.rank else []}
 
 
 def read_index(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """The index of the checkpoint in `folder`, which a run of that `model_of` can go on from.
+    """The index of the checkpoint in `folder`, from which a run of that `model_of` can resume.
 
     Raises:
         ValueError: it cannot.
@@ -43,16 +43,16 @@ def read_index(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     then = index["model"]
     differing = {key: (value, then.get(key)) for key, value in model.items() if then.get(key) != value}
     if differing:
-        told = "; ".join(f"{key} is {value}, the checkpoint has {former}" for key, (value, former) in differing.items())
+        texts = "; ".join(f"{key} is {value}, the checkpoint has {former}" for key, (value, former) in differing.items())
         raise ValueError(
-            f"{folder}: cannot resume with another model: {told}. Go on with the checkpoint's, or begin another run from its "
+            f"{folder}: cannot resume with another model: {texts}. Resume with the checkpoint's, or begin another run from its "
             f"weights: {from_weights(folder)}"
         )
     return index
 
 
 def random_file(rank: int) -> str:
-    """Of that rank's random states."""
+    """The file of that rank's random states."""
     return f"random_{rank:05d}.pt"
 
 
@@ -84,14 +84,14 @@ def check_files(folder: Path, index: Mapping[str, Any]) -> None:
 
 
 def damaged(path: Path, why: object) -> str:
-    """What to say of a file of a checkpoint that cannot be read."""
+    """The message about a file of a checkpoint that cannot be read."""
     return f"{path}: cannot be read, the checkpoint is damaged or not to be trusted: {why}. {instead(path.parent)}"
 
 
 def instead(folder: Path) -> str:
-    """What to do in the place of going on from this checkpoint."""
+    """The remedy where a run cannot resume from this checkpoint."""
     before = max((path.name for path in folder.parent.glob("step_*") if path.name < folder.name), default="")
-    older = f"Move {folder.name} out of {folder.parent} to go on from {before}, or begin" if before else "Begin"
+    older = f"Move {folder.name} out of {folder.parent} to resume from {before}, or begin" if before else "Begin"
     return f"{older} another run from its weights: {from_weights(folder)}"
 
 

@@ -1,4 +1,4 @@
-"""What goes together in an engine: rules that the check before the start and the code that relies on them both ask.
+"""Compatibility rules of an engine, used by the check before the start and by the code that relies on them.
 
 Each gives what is wrong, with the remedy, or None. Pure functions of sizes; no torch in here. Leaves out pipeline stages
 (stages.py) and megatron-core's own fields (ddp_fields.py).
@@ -12,7 +12,7 @@ from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, LoraConfig, Para
 
 
 class Problem(NamedTuple):
-    """What is wrong, and what to do. `allowed`: the values that there are."""
+    """A problem and its remedy. `allowed`: the possible values."""
 
     message: str
     remedy: str
@@ -27,7 +27,7 @@ def divisors(number: int) -> list[int]:
 
 
 def ranks_problem(parallel: ParallelConfig, world_size: int) -> Problem | None:
-    """Of a layout on so many ranks."""
+    """Rules of a layout on this many ranks."""
     for name, size in (("context", parallel.context), ("expert", parallel.expert)):
         product, sizes = parallel.tensor * parallel.pipeline * size, f"{parallel.tensor} x {parallel.pipeline} x {size}"
         if world_size % product:
@@ -38,7 +38,7 @@ def ranks_problem(parallel: ParallelConfig, world_size: int) -> Problem | None:
 
 
 def float16_problem(model_type: str, num_experts: int) -> Problem | None:
-    """Of model.dtype = float16."""
+    """Rules of model.dtype = float16."""
     why = f"{model_type} has values that float16 cannot hold, and vLLM refuses it" if model_type == GEMMA else ""
     if num_experts:
         why = "experts have an optimizer of their own, whose loss scale would change by itself"
@@ -47,7 +47,7 @@ def float16_problem(model_type: str, num_experts: int) -> Problem | None:
 
 
 def experts_problem(sizes: Any, num_experts: int, dtype: str, parallel: ParallelConfig) -> Problem | None:
-    """Of a layout with a mixture of `num_experts`, or without, 0. `sizes`: those of config.json, by name."""
+    """Rules of a layout with a mixture of `num_experts` (0: none). `sizes`: those of config.json, by name."""
     message = f"engine.parallel.expert = {parallel.expert}"
     if not num_experts:
         message, remedy = f"{message}: {sizes.model_type} has no experts", "write engine.parallel.expert=1"
@@ -71,7 +71,7 @@ def experts_problem(sizes: Any, num_experts: int, dtype: str, parallel: Parallel
 
 
 def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem | None:
-    """Of adapters of experts; `target` is a linear of theirs."""
+    """Rules of adapters of experts; `target` is a linear of theirs."""
     if lora.dropout > 0:
         message = f"engine.lora.dropout = {lora.dropout:g}: PEFT has none for experts, of which {target} is"
         return Problem(message, "write engine.lora.dropout=0")
@@ -84,7 +84,7 @@ def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem |
 
 
 def context_problem(num_kv_heads: int, parallel: ParallelConfig) -> Problem | None:
-    """Of attention over context ranks; `num_kv_heads`: the model's."""
+    """Rules of attention over context ranks; `num_kv_heads`: the model's."""
     heads = num_kv_heads // parallel.tensor
     if parallel.context_attention != "ulysses" or heads % parallel.context == 0:
         return None

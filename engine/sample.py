@@ -1,7 +1,7 @@
 """Sample: one prompt with one response, the unit that rollouts hand to training. No torch in here.
 
-A response may hold given tokens among the sampled ones, such as what a tool answered: `is_sampled` tells them apart, and the loss
-is of the sampled ones alone. Several samples may be branches of one episode: its sampled tokens, each in exactly one of them.
+A response may hold given tokens among the sampled ones, such as a tool's answer: `is_sampled` marks the sampled ones, and only
+these are in the loss. Several samples may be branches of one episode: its sampled tokens, each in exactly one of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_probs": np.float32, "weight_versions": np.int32}
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutSampling:
+    """How the rollouts sample. `max_new_tokens`: the limit of a response, 0 where none is known."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 0
+
+
+AS_THE_MODEL = RolloutSampling()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Token ids and what is known of them. Any sequence of numbers becomes an array of the field's dtype.
+    """Token ids and their values. Any sequence of numbers becomes an array of the field's dtype.
 
     Supervised examples leave the rollout's fields empty. Without given tokens `is_sampled` is empty, also where it was all true.
     """
@@ -34,7 +45,7 @@ class Sample:
     group: int = 0  # samples of one prompt share it
     member: int = -1  # of its group, which consecutive samples share where they are branches of one episode; -1: no other has it
     finish_reason: str = "stop"  # stop | length: the response was cut off at the most tokens allowed
-    # [tokens - 1, layers, experts of a token], where vLLM told them; of all tokens but the last, which went through no layer
+    # [tokens - 1, layers, experts of a token], where vLLM returned them; of all tokens but the last, which went through no layer
     routed_experts: ExpertArray = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
     # [response tokens]; log-probs and versions of the others have no meaning; empty: all are sampled
     is_sampled: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))

@@ -1,13 +1,13 @@
-"""One sequence through the trainer's model, every tensor on the way kept by the name of its module in Hugging Face's folder.
+"""One sequence through the trainer's model, with every module's result kept by the name of that module in transformers.
 
     forward = Forward(config.model, config.engine, temperature=1.0)
     tensors = forward.trace(prompt_ids, response_ids)
     tensors["model.layers.0.self_attn.q_proj"]     # [tokens, heads, head size], wherever fused linears have it
     forward.score(samples, 4096)                   # log-probs alone, packed as in training
 
-A model of one rank, neither wrapped nor trained: its parameters alone are in memory. Tokens are those of the sequence but its
-last; `lm_head` and `log_probs` are of the response's. `NAME:in` is what comes in where no other module gives just that: the
-residual stream before a norm. Leaves out experts, multi-latent attention, Gemma 3 and what becomes of the tensors.
+A model of one rank, neither wrapped nor trained: its parameters alone are in memory. Rows are the tokens of the sequence but its
+last; those of `lm_head` and `log_probs` are the response's. `NAME:in` is the residual stream before a norm. Leaves out experts,
+multi-latent attention, Gemma 3 and the use of the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.attention import flash, fused, rope
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
-from engine.engine import with_head
+from engine.engine import with_product
 from engine.model import lora
 from engine.model.exact import ExactAttention
 from engine.model.build import build_chunks, build_mbridge, gpt_model
@@ -37,7 +37,7 @@ from engine.sample import Sample
 from exact import rotary
 
 Tensors = dict[str, torch.Tensor]
-Replace = Callable[[str, Tensors], torch.Tensor | None]  # of a name, whose value is there: another one in its place
+Replace = Callable[[str, Tensors], torch.Tensor | None]  # of a name whose tensor is kept: one that replaces it
 ALL_LOGITS = 1 << 40  # tokens: the logits of all are read at once
 
 
@@ -53,11 +53,11 @@ class Forward:
         weights_path: str | Path | None = None,
         adapter_path: str | Path | None = None,
     ) -> None:
-        """The folders as Engine takes them; `engine.parallel` counts for nothing."""
+        """The folders as Engine takes them; `engine.parallel` has no effect."""
         engine = engine.model_copy(update={"parallel": ParallelConfig()})
         self.mbridge = build_mbridge(model, engine)
         flash.choose(engine.kernels, self.mbridge.config)
-        self.chunks = with_head(build_chunks(self.mbridge, weights_path or model.path), self.mbridge, engine)
+        self.chunks = with_product(build_chunks(self.mbridge, weights_path or model.path), self.mbridge, engine)
         if engine.lora.rank:
             lora.add_adapters(self.chunks, engine.lora, seed=0)
             adapter = adapter_path or engine.lora.adapter_path
@@ -80,7 +80,7 @@ class Forward:
         first, length = len(prompt_ids) - 1, len(prompt_ids) + len(response_ids) - 1
         read = LogProbs(self.temperature, self.use_fused, is_exact=self.mbridge.is_exact)
         with _recording(self.model, replace, self._rope_factor) as found:
-            ((log_probs,),) = self._runner.run([micro], self.chunks, read)
+            ((log_probs,),) = self._run(micro, read)
         tensors = {name: tensor[:length] for name, tensor in found.items()}
         tensors["lm_head"] = tensors["lm_head"][first:]
         tensors["log_probs"] = log_probs[first:length]
@@ -96,12 +96,16 @@ class Forward:
         (bins,) = plan_microbatches(table.lengths, 1, tokens_per_microbatch) if len(samples) else ([],)
         for indices in filter(None, bins):
             micro = pack(table, indices, 1, device.compute_device())
-            ((values,),) = self._runner.run([micro], self.chunks, read)
+            ((values,),) = self._run(micro, read)
             flat = values.float().cpu().numpy()
             for index, start in zip(micro.samples, micro.starts, strict=True):
                 prompt, answer = int(table.prompt_lengths[index]), int(table.response_lengths[index])
                 found[index] = flat[start + prompt - 1 : start + prompt + answer - 1].copy()
         return found
+
+    def _run(self, micro: MicroBatch, read: LogProbs) -> list[Any]:
+        self._runner.set_rotary([micro], self.chunks[0])
+        return self._runner.run([micro], self.chunks, read)
 
     def _microbatch(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> MicroBatch:
         sample = Sample(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))
@@ -109,14 +113,14 @@ class Forward:
 
 
 class _Recorder:
-    """Keeps what modules give, and lets `replace` put something else in its place."""
+    """Keeps the results of modules, and lets `replace` change them."""
 
     def __init__(self, replace: Replace | None) -> None:
         self.found: Tensors = {}
         self._replace = replace
 
     def keep(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """[tokens, ...]; returns what goes on."""
+        """[tokens, ...]; returns the tensor that the model continues with."""
         self.found[name] = value.clone()
         other = self._replace(name, self.found) if self._replace is not None else None
         if other is None:
@@ -188,7 +192,7 @@ def _record_rotated(recorder: _Recorder, core: Any, name: str, factor: float, st
         return packed(kept("q", query), kept("k", key), value, *rest)  # type: ignore[no-any-return]
 
     core._packed = keep
-    stack.callback(delattr, core, "_packed")  # the class's own is there again
+    stack.callback(delattr, core, "_packed")  # and the class's own is used again
 
 
 def _record_exactly_rotated(recorder: _Recorder, core: Any, name: str, stack: ExitStack) -> None:

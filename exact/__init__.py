@@ -1,4 +1,4 @@
-"""What trainer and vLLM both compute with under `model.exact`: functions whose rows do not depend on their neighbours.
+"""Functions that trainer and vLLM both use under `model.exact`: their rows do not depend on their neighbours.
 
 A token's bits are a function of its own sequence alone, in whatever batch, packing, tile or chunk it is computed. On CPUs, in
 float32, elementwise operations and sums in a fixed order are so by their making, and products of matrices are computed in tiles

@@ -16,7 +16,7 @@ from exact.pointwise import row_sums
 
 BLOCK = 64  # keys
 ROWS = 16  # of a tile: queries times the heads that share a key's, filled up with zeros
-MOST_TILES = 128  # at once, for less memory
+MAX_TILES = 128  # at once, for less memory
 # of sequences int64 [n] and positions int64 [n, BLOCK]: keys and values [n, BLOCK, groups, size]
 Fetch = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -40,8 +40,8 @@ def attend(
     first, positions, owners = _tiles(starts, lengths, queries)
     out = torch.empty_like(query)
     ends = torch.tensor(lengths)
-    for begin in range(0, len(first), MOST_TILES):
-        part = slice(begin, begin + MOST_TILES)
+    for begin in range(0, len(first), MAX_TILES):
+        part = slice(begin, begin + MAX_TILES)
         index = first[part]
         tiles = query[index].view(*index.shape, groups, shared, size).permute(0, 2, 1, 3, 4)  # [n, groups, queries, shared, size]
         done = _over_blocks(tiles, positions[part], owners[part], ends, fetch, scale)
@@ -51,7 +51,7 @@ def attend(
 
 
 def _tiles(starts: Sequence[int], lengths: Sequence[int], queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each tile which rows of the query it has and at which positions, int64 [n, queries], and whose they are, int64 [n]."""
+    """For each tile its rows of the query and their positions, int64 [n, queries], and their sequence, int64 [n]."""
     rows, owners, offsets = [], [], []
     for owner, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
         begins = torch.arange(start, end, queries)

@@ -19,7 +19,7 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1
 HOPPER = 9  # first number of the compute capability
 FLASH_ATTENTION = 3
 # Where no sequence has more queries than 64 by heads that share a key, the kernel takes blocks of keys of another size (seen in
-# heads of 64); so it is told that one may have more.
+# heads of 64); so it is given a larger maximum.
 MANY_QUERIES = 65
 
 
@@ -110,7 +110,7 @@ def attend_cached(
 
 
 def missing() -> str:
-    """What of it this machine lacks; empty: nothing."""
+    """The missing requirement of this machine, or ""."""
     if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"{torch.cuda.get_device_name()} is not of the Hopper generation"
     try:

@@ -21,7 +21,7 @@ LAST = (1, 2, 9, 64, 130)  # queries over a cache, at most a sequence's length
 
 
 def problem(shapes: Iterable[tuple[int, int]], heads: tuple[int, int], head_size: int, dtype: torch.dtype) -> str:
-    """What depends on its place here, or is not there; empty: nothing that was tried.
+    """The function whose result depends on a row's place here, or that is missing; "" if none was found.
 
     Args:
         shapes: (in, out) of the linears' weights.

@@ -37,7 +37,7 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """With a residual, contiguous, of the sum of both; that sum comes second."""
+    """With a contiguous residual, the norm of the sum of both, and that sum second."""
     num_columns = x.shape[-1]
     rows = x.reshape(-1, num_columns)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -117,7 +117,7 @@ def _silu_and_mul_gradient(x, gradient, out, num_columns, COLUMNS: tl.constexpr)
 
 
 def silu_and_mul_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Of x, by that of `silu_and_mul`."""
+    """The gradient of x, from that of `silu_and_mul`."""
     x, gradient = x.contiguous(), gradient.contiguous()
     num_columns = gradient.shape[-1]
     out, num_rows = torch.empty_like(x), gradient.numel() // num_columns

@@ -18,7 +18,7 @@ BATCHES = (1, 2, 3, 7, 16)  # of products at once
 
 
 def problem(shapes: Iterable[tuple[int, int]], head_size: int, vocabulary_size: int) -> str:
-    """What depends on its place here; empty: nothing that was tried. `shapes`: (in, out) of the linears' weights."""
+    """The function whose result depends on a row's place here; "" if none. `shapes`: (in, out) of the linears' weights."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:

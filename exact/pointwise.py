@@ -59,7 +59,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_and_mul_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Of x, by that of `silu_and_mul`."""
+    """The gradient of x, from that of `silu_and_mul`."""
     if x.is_cuda:
         from exact import kernels
 
@@ -76,6 +76,6 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: flo
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of logits / temperature, as vLLM's sampler on CPUs (v1/sample/sampler.py:apply_temperature, ops/topk_topp_sampler.py)."""
+    """Log-probs, as vLLM's sampler on CPUs (v1/sample/sampler.py:apply_temperature, ops/topk_topp_sampler.py)."""
     divisor = torch.full((len(logits), 1), temperature, dtype=torch.float32)
     return torch.log_softmax(logits / divisor, -1, dtype=torch.float32)

@@ -59,7 +59,7 @@ class AdapterSource:
         self._scaled: list[torch.Tensor] = []
 
     def sync_config(self, config: SyncConfig) -> SyncConfig:
-        """With buckets so small that packing one overlaps with loading the one before."""
+        """Lowers `bucket_bytes` so that packing a bucket overlaps with loading the one before."""
         most = GPU_BUCKET_BYTES if torch.cuda.is_available() else BUCKET_BYTES
         return config.model_copy(update={"bucket_bytes": min(config.bucket_bytes, most)})
 

@@ -1,7 +1,7 @@
 """megatron-core parameters become Hugging Face tensors, in layer order, one pipeline stage a rank.
 
-The engine hands out items whole over data parallelism and local to a tensor- and expert-parallel rank; gather.py brings their
-values together with few collectives, and mbridge's pure functions say what they become. These run on meta tensors alone: a sync
+The engine yields items that are complete over data parallelism and local to a tensor- and expert-parallel rank. gather.py gathers
+their values with few collectives, and mbridge's pure functions convert them. The conversions run on meta tensors alone: a sync
 replays the copies that they make (trace.py). No object collective, nothing broadcast over pipeline stages. Leaves out buckets
 and transports (send/).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,44 +23,51 @@ from bridge.export.source import Part, WeightItem
 from bridge.layout.manifest import Manifest
 
 
+@dataclass(frozen=True)
+class Position:
+    """A rank's place in the model-parallel layout."""
+
+    stage: int = 0
+    num_stages: int = 1
+    tensor_group: Any = None  # the tensor-parallel process group
+    data_rank: int = 0  # among the ranks with the same parameters outside of experts; the first of them takes part
+    expert_group: Any = None  # the expert-parallel ranks, each with its tensor-parallel ones, in this order; None without experts
+    expert_data_rank: int = 0  # as `data_rank`, for the experts
+
+
 class Exporter:
     """The WeightSource of a model's weights, with adapters merged into them."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         units: Callable[[], Iterator[Sequence[WeightItem]]],
         mbridge: Any,
+        position: Position = Position(),
         *,
-        tensor_group: Any = None,
-        stage: int = 0,
-        num_stages: int = 1,
-        data_rank: int = 0,
-        expert_group: Any = None,
-        expert_data_rank: int = 0,
         gather_bytes: int = 64 * 2**20,
         is_in_place: bool = False,
         on_all_ranks: bool = False,
     ) -> None:
         """
         Args:
-            units: a walk over this stage's items; collective.
+            units: returns an iterator over this stage's weight items; collective.
             mbridge: an mbridge Bridge.
-            tensor_group: the tensor-parallel group, or None.
-            data_rank: among the ranks that have the same parameters outside of experts; the first of them takes part.
-            expert_group: the expert-parallel ranks and of each the tensor-parallel ones, in this order; None without the former.
-            expert_data_rank: as `data_rank`, of the experts.
-            gather_bytes: bound of the scratch for merging and gathering, if no single parameter needs more.
-            is_in_place: whether the items are whole, and at the same addresses, between walks too.
-            on_all_ranks: whether all ranks of the stage have the tensors, not its sender alone.
+            position: of this rank.
+            gather_bytes: bound of the scratch for merging and gathering, unless a single parameter needs more.
+            is_in_place: whether the items are complete, and at the same addresses, between walks too.
+            on_all_ranks: whether all ranks of the stage have the tensors, rather than its sender alone.
         """
-        self.stage, self.num_stages = stage, num_stages
-        tensor_group = tensor_group if tensor_group is not None and tensor_group.size() > 1 else None
-        self.is_sender = data_rank == 0 and (tensor_group is None or tensor_group.rank() == 0)
+        self.stage, self.num_stages = position.stage, position.num_stages
+        tensor_group = position.tensor_group
+        if tensor_group is not None and tensor_group.size() == 1:
+            tensor_group = None
+        is_first_copy, has_expert_group = position.data_rank == 0, position.expert_group is not None
+        self.is_sender = is_first_copy and (tensor_group is None or tensor_group.rank() == 0)
         self.has_tensors = self.is_sender or on_all_ranks
         self._units, self._hf_bridge, self._gather_bytes, self._is_in_place = units, mbridge, gather_bytes, is_in_place
         self._groups = Groups(
-            GatherGroup(tensor_group, data_rank == 0 or on_all_ranks),
-            GatherGroup(expert_group, expert_group is not None and (expert_data_rank == 0 or on_all_ranks)),
+            GatherGroup(tensor_group, is_first_copy or on_all_ranks),
+            GatherGroup(position.expert_group, has_expert_group and (position.expert_data_rank == 0 or on_all_ranks)),
         )
         self._scratch, self._plans = Scratch(), list[GatherPlan]()
         self._merge_sums = torch.zeros(2, dtype=torch.float64)  # of the last pass: see merge.squared_error
@@ -78,20 +86,21 @@ class Exporter:
     def parts(self) -> Iterator[Part]:
         self.manifest()
         self._merge_sums.zero_()
-        is_ready = self._is_in_place and all(plan.is_bound() for plan in self._plans)
+        is_ready = self._is_in_place and all(plan.is_bound for plan in self._plans)
         runs = [None] * len(self._plans) if is_ready else self._runs()
         for items, plan in zip(runs, self._plans, strict=True):
             if not any(group.takes_part for group in self._groups):
                 continue
             if items is not None:
                 plan.bind(items)
-            if errors := plan.run(has_tensors=self.has_tensors):
+            part, errors = plan.run(has_tensors=self.has_tensors)
+            if errors:
                 self._merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
             if self.has_tensors:
-                yield plan.part
+                yield part
 
     def _runs(self) -> Iterator[list[WeightItem]]:
-        """The items in runs that need at most `gather_bytes` of scratch, or one item more than that; each within a unit."""
+        """The items in runs, each within a unit and with at most `gather_bytes` of scratch, unless a single item needs more."""
         units: Iterable[Sequence[WeightItem]] = self._units()
         if self._is_in_place:
             units = [list(itertools.chain.from_iterable(units))]
@@ -111,7 +120,7 @@ class Exporter:
     def merge_error(self) -> float:
         """|round(W + D) - (W + D)| / |D| over the whole model at the last pass, D the adapters' update; 0 without one.
 
-        Near 1 the model's dtype swallows the update. Collective over all ranks.
+        Near 1 the update is lost to rounding in the model's dtype. Collective over all ranks.
         """
         sums = self._merge_sums.clone()
         if dist.is_initialized():
@@ -120,7 +129,7 @@ class Exporter:
         return math.sqrt(lost / moved) if moved else 0.0
 
     def _convert(self, item: WeightItem, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of an expert's item, `shards` are those of the expert on each expert-parallel rank, one after another."""
+        """`shards`: of an expert's item those of the expert on each expert-parallel rank, one after another."""
         names = item.expert_names or (item.name,)
         size = len(shards) // len(names)
         for rank, name in enumerate(names):

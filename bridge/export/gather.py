@@ -1,4 +1,4 @@
-"""Parameters' values come together: shards and experts by collectives, adapters merged on the way, the rest in place.
+"""Gathers parameters' values: shards and experts by collectives, adapters merged on the way, the rest read in place.
 
 A GatherPlan is made once for a run of items and run in every pass, in scratch memory that all plans share. Leaves out the passes
 and the conversion to Hugging Face's layout (exporter.py), and the merge itself (merge.py).
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from bridge.export.merge import merge
 from bridge.export.source import Part, WeightItem
 from bridge.export.trace import Place, trace
+from bridge.layout.copies import are_same_memory
 from bridge.layout.manifest import TensorSpec
 from bridge.layout.regions import Copy, contiguous
 
@@ -27,7 +28,7 @@ class GatherGroup(NamedTuple):
     """Ranks over which items are gathered; `group` None: there is nothing to gather."""
 
     group: Any
-    takes_part: bool  # whether this rank's group does: one of all that have the same values
+    takes_part: bool  # of all groups with the same values only one gathers
 
     @property
     def size(self) -> int:
@@ -35,7 +36,7 @@ class GatherGroup(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """`expert`: of items with `expert_names` the expert-parallel ranks, and of each of those the tensor-parallel ones."""
+    """`expert`: for items with `expert_names`; the expert-parallel ranks times the tensor-parallel ones of each."""
 
     tensor: GatherGroup
     expert: GatherGroup
@@ -47,7 +48,7 @@ class Groups(NamedTuple):
         return self.of(item).size if item.expert_names or item.shard_dim is not None else 1
 
     def needs_scratch(self, item: WeightItem) -> bool:
-        """Whether its value has to be written to scratch, to be gathered or merged."""
+        """Whether the value is written to scratch, to be gathered or merged."""
         return item.adapter is not None or self.num_shards(item) > 1
 
 
@@ -59,11 +60,11 @@ class Scratch:
         self._memory: dict[str, torch.Tensor] = {}
 
     def reserve(self, name: str, size: int) -> None:
-        """It will hold at least `size` elements."""
+        """Reserve at least `size` elements."""
         self._sizes[name] = max(size, self._sizes.get(name, 0))
 
     def take(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The first `size` elements of the memory that was reserved."""
+        """The first `size` elements of the reserved memory."""
         if name not in self._memory:
             self._memory[name] = torch.empty(self._sizes[name], dtype=dtype, device=device)
         return self._memory[name][:size]
@@ -79,11 +80,33 @@ class _Group(NamedTuple):
     starts: list[int]  # and the end of the last
 
 
+class _Merge(NamedTuple):
+    """Arguments of merge.merge."""
+
+    out: torch.Tensor
+    weight: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+class _Bound(NamedTuple):
+    """A plan attached to the memory of its items: what a pass does, in this order."""
+
+    items: Sequence[WeightItem]
+    kept: list[torch.Tensor]  # views of the items' tensors, which keep their memory alive
+    sources: list[torch.Tensor]  # copied to
+    targets: list[torch.Tensor]
+    merges: list[_Merge]
+    gathers: list[tuple[torch.Tensor, torch.Tensor, Any]]  # all ranks' values, this rank's values, the process group
+    memory: dict[str, torch.Tensor]  # of the part
+
+
 class GatherPlan:
     """How the values of a run of items come together, and the Hugging Face tensors that they make up.
 
-    Memory is named: that of a parameter whose value is ready where it is as the item, scratch as its dtype (that of experts
-    apart), results of conversions that compute as `converted` and their dtype. `bind` attaches it to the addresses of now.
+    Memory is named: a parameter that is complete where it lies by its item, scratch by its dtype (for experts separately),
+    results of conversions that compute by `converted` and their dtype. `bind` attaches the plan to the items' current addresses.
     """
 
     def __init__(self, items: Sequence[WeightItem], groups: Groups, scratch: Scratch, convert: Convert) -> None:
@@ -92,17 +115,13 @@ class GatherPlan:
         self._groups = list(self._group(items, groups))
         self.specs: list[TensorSpec] = []
         self._copies: list[tuple[Copy, ...]] = []
-        self._computed: list[tuple[int, list[tuple[str, int]]]] = []  # of an item: memory and offset of each result
+        self._computed: list[tuple[int, list[Place]]] = []  # index of an item, and where each of its results goes
         self._computed_sizes: dict[torch.dtype, int] = {}
         for index, item in enumerate(items):
             self._plan_results(index, item)
         for dtype, size in self._computed_sizes.items():
             scratch.reserve(f"converted {dtype}", size)
-        self.part = Part(self._copies, {})
-        self._items: Sequence[WeightItem] = ()
-        self._tensors: list[torch.Tensor] = []
-        self._views: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        self._bound: _Bound | None = None
 
     def _group(self, items: Sequence[WeightItem], groups: Groups) -> Iterator[_Group]:
         by_name: dict[str, list[int]] = {}
@@ -124,7 +143,7 @@ class GatherPlan:
             yield _Group(name, gather, dtype, indices, starts)
 
     def _plan_results(self, index: int, item: WeightItem) -> None:
-        """Where the tensors that an item becomes lie; those that are computed, and no copies, get scratch of their own."""
+        """Plan the location of an item's results. Computed results, unlike copied ones, get scratch of their own."""
         shape, dtype, places = item.tensor.shape, item.tensor.dtype, self._places[index]
         shards = [torch.empty(shape, dtype=dtype, device="meta") for _ in places]
         results = list(self._convert(item, shards))
@@ -141,79 +160,69 @@ class GatherPlan:
             at.append((name, start))
         self._computed.append((index, at))
 
-    def is_bound(self, items: Sequence[WeightItem] | None = None) -> bool:
-        """Whether the parameters, which are those of `items` where given, are at the addresses of the last `bind`.
-
-        The views keep the memory of then: at its address there is nothing else.
-        """
-        now = self._tensors if items is None else _tensors(items)
-        return len(now) == len(self._tensors) > 0 and all(
-            tensor.data_ptr() == view.data_ptr() == address
-            for tensor, view, address in zip(now, self._views, self._addresses, strict=True)
-        )
+    @property
+    def is_bound(self) -> bool:
+        """Whether the parameters of the last `bind` are still where they were."""
+        return self._bound is not None and are_same_memory(self._bound.kept, _tensors(self._bound.items))
 
     def bind(self, items: Sequence[WeightItem]) -> None:
         """Attach to the memory of `items`, which are those of the plan; nothing to do where it has stayed in place."""
-        if self.is_bound(items):
+        tensors = _tensors(items)
+        if self._bound is not None and are_same_memory(self._bound.kept, tensors):
             return
-        self._items, self._tensors = items, _tensors(items)
-        self._views = [tensor.detach() for tensor in self._tensors]
-        self._addresses = [view.data_ptr() for view in self._views]
-        self._from_to: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._merges: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
-        self._gathers: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # all ranks' values, this rank's, the ranks
-        in_place = [item for item, places in zip(items, self._places, strict=True) if places[0][0] == item.name]
-        memory = {item.name: item.tensor.detach().reshape(-1) for item in in_place}
+        bound = _Bound(items, [tensor.detach() for tensor in tensors], [], [], [], [], {})
+        for item, places in zip(items, self._places, strict=True):
+            if places[0][0] == item.name:
+                bound.memory[item.name] = item.tensor.detach().reshape(-1)
         for group in self._groups:
             if group.gather.takes_part:
-                memory[group.memory] = self._bind_group(group, items)
+                bound.memory[group.memory] = self._bind_group(group, bound)
         for dtype, size in self._computed_sizes.items():
             name = f"converted {dtype}"
-            memory[name] = self._scratch.take(name, size, dtype, items[0].tensor.device)
-        self.part = Part(self._copies, memory)
+            bound.memory[name] = self._scratch.take(name, size, dtype, items[0].tensor.device)
+        self._bound = bound
 
-    def _bind_group(self, group: _Group, items: Sequence[WeightItem]) -> torch.Tensor:
-        """Where the group's values will be; one item alone is gathered from where it lies."""
-        first = items[group.indices[0]]
+    def _bind_group(self, group: _Group, bound: _Bound) -> torch.Tensor:
+        """The memory of the group's values; a single item is gathered from where it lies."""
+        first = bound.items[group.indices[0]]
         device, size = first.tensor.device, group.starts[-1]
         if len(group.indices) == 1 and first.adapter is None:
             own = first.tensor.detach().reshape(-1)
         else:
             own = self._scratch.take(f"own {group.memory}", size, group.dtype, device)
             for index, start, end in zip(group.indices, group.starts, group.starts[1:], strict=False):
-                tensor, adapter = items[index].tensor.detach(), items[index].adapter
+                tensor, adapter = bound.items[index].tensor.detach(), bound.items[index].adapter
                 out = own[start:end].view(tensor.shape)
                 if adapter is None:
-                    self._from_to[0].append(tensor)
-                    self._from_to[1].append(out)
+                    bound.sources.append(tensor)
+                    bound.targets.append(out)
                 else:
-                    self._merges.append((out, tensor, adapter.a.detach(), adapter.b.detach(), adapter.scale))
+                    bound.merges.append(_Merge(out, tensor, adapter.a.detach(), adapter.b.detach(), adapter.scale))
         if group.gather.group is None:
             return own
         gathered = self._scratch.take(f"gathered {group.memory}", size * group.gather.size, group.dtype, device)
-        self._gathers.append((gathered, own, group.gather.group))
+        bound.gathers.append((gathered, own, group.gather.group))
         return gathered
 
-    def run(self, *, has_tensors: bool) -> list[torch.Tensor]:
-        """Bring the values of now into the part's memory; what merge.merge gives of each weight with an adapter.
+    def run(self, *, has_tensors: bool) -> tuple[Part, list[torch.Tensor]]:
+        """Bring the current values into the part's memory. Returns the part, and merge.merge's sums of each adapted weight.
 
-        `has_tensors`: whether this rank gives the part. Collective over the ranks of the groups that take part.
+        `has_tensors`: whether this rank's part has the tensors. Collective over the ranks of the groups that take part.
         """
-        if self._from_to[0]:
-            torch._foreach_copy_(self._from_to[1], self._from_to[0])
-        errors = [merge(*arguments) for arguments in self._merges]
-        for gathered, own, ranks in self._gathers:
+        bound = self._bound
+        assert bound is not None, "bind comes first"
+        if bound.sources:
+            torch._foreach_copy_(bound.targets, bound.sources)
+        errors = [merge(*each) for each in bound.merges]
+        for gathered, own, ranks in bound.gathers:
             dist.all_gather_into_tensor(gathered, own, group=ranks)
-        for index, at in self._computed if has_tensors else ():
-            self._compute(index, at)
-        return errors
-
-    def _compute(self, index: int, at: list[tuple[str, int]]) -> None:
-        item, memory = self._items[index], self.part.memory
-        size, shape = item.tensor.numel(), item.tensor.shape
-        shards = [memory[name][start : start + size].view(shape) for name, start in self._places[index]]
-        for (name, start), (_, tensor) in zip(at, self._convert(item, shards), strict=True):
-            memory[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+        for index, places in self._computed if has_tensors else ():
+            item = bound.items[index]
+            size, shape = item.tensor.numel(), item.tensor.shape
+            shards = [bound.memory[name][start : start + size].view(shape) for name, start in self._places[index]]
+            for (name, start), (_, tensor) in zip(places, self._convert(item, shards), strict=True):
+                bound.memory[name][start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+        return Part(self._copies, bound.memory), errors
 
 
 def _tensors(items: Sequence[WeightItem]) -> list[torch.Tensor]:

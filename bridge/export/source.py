@@ -1,4 +1,4 @@
-"""What the bridge takes from the engine, and what it sends: typed weight items, and parts of flat memory with copies out of them.
+"""The bridge's input and output: typed weight items from the engine, and parts of flat memory with copies out of them.
 
 Leaves out how items become parts: exporter.py, adapter.py.
 """
@@ -92,8 +92,8 @@ class WeightSource(Protocol):
 class Part(NamedTuple):
     """Some of a source's tensors, in order: for each the copies out of `memory` that make it up.
 
-    Valid until the next part is asked for. Every pass has the same parts, with the same `copies`; `memory`, flat tensors, is the
-    same object as long as their addresses are the same.
+    Valid until the next part is requested. Every pass has the same parts, with equal `copies` and the same names in `memory`,
+    whose flat tensors may lie elsewhere in each pass.
     """
 
     copies: Sequence[tuple[Copy, ...]]
@@ -113,7 +113,7 @@ class Part(NamedTuple):
 
 @torch.no_grad()
 def whole_tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all tensors, one pass; a tensor is valid until the next is asked for. Collective as `parts` is."""
+    """(name, tensor) of all tensors, one pass; a tensor is valid until the next is requested. Collective as `parts` is."""
     specs = iter(source.manifest().tensors)
     for part in source.parts():
         for index in range(len(part.copies)):

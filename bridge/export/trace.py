@@ -24,7 +24,7 @@ def trace(
     dtype: torch.dtype,
     places: Sequence[Place],
 ) -> list[tuple[Copy, ...]] | None:
-    """What `convert` makes of contiguous tensors of `shape` at `places`: for each result the copies that make it up.
+    """For each result of `convert` on contiguous tensors of `shape` at `places` the copies that make it up.
 
     Copy.tensor_region is a region of the result, Copy.buffer the memory of a place. None where a result is computed.
     """

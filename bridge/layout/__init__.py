@@ -1,4 +1,4 @@
-"""What a sync carries: tensors in buckets, the copies into and out of them, and digests. Knows no Megatron, no vLLM and no Ray.
+"""The content of a sync: tensors in buckets, the copies into and out of them, and digests. Knows no Megatron, no vLLM and no Ray.
 
 manifest.py       the ordered list of tensors that a sync carries
 bucket.py         tensors lie in fixed-size buckets: the SyncPlan of both sides (pure functions)

@@ -1,6 +1,6 @@
 """Buckets: how the tensors of a manifest lie in fixed-size buffers, pipeline stage by pipeline stage.
 
-Pure functions; sender and receiver make the same SyncPlan, which does not travel: only index, size and digest of a bucket do.
+Pure functions. Sender and receiver make the same SyncPlan, which is not sent: only index, size and digest of a bucket are.
 Leaves out the transports (transport/) and where a bucket's bytes come from and go to (copies.py).
 
     plan = SyncPlan(manifest, stage_sizes=(len(manifest.tensors),), bucket_bytes=512 * 2**20)
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bridge.layout.manifest import Manifest
 
@@ -19,7 +20,7 @@ ALIGNMENT_BYTES = 64  # a cache line; a multiple of every dtype's size, so that 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of one tensor's bytes: `num_bytes` from `tensor_offset` on lie in the bucket from `bucket_offset` on."""
+    """A run of one tensor's bytes: `num_bytes` starting at `tensor_offset` lie in the bucket starting at `bucket_offset`."""
 
     tensor: int  # index in the manifest
     tensor_offset: int
@@ -29,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """`num_bytes` is where the last piece ends; gaps of alignment belong to it."""
+    """`num_bytes` is where the last piece ends; it includes gaps of alignment."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -38,7 +39,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one pipeline stage sends; `manifest` is its part of the whole one, from tensor `first_tensor` on.
+    """The buckets of one pipeline stage; `manifest` is its part of the whole one, starting at tensor `first_tensor`.
 
     `buckets`: all `num_buckets` of the stage, or those of one lane (lanes.py).
     """
@@ -51,14 +52,22 @@ class StagePlan:
     num_buckets: int
 
     def lane(self, indices: Iterable[int]) -> StagePlan:
-        """The buckets of these indices alone."""
+        """Only the buckets of these indices."""
         return replace(self, buckets=tuple(self.buckets[index] for index in indices))
 
     def describe(self, bucket: Bucket) -> str:
-        """For people: which bucket, and the tensors in it."""
+        """For messages: the bucket, and the tensors in it."""
         first, last = (self.manifest.tensors[bucket.pieces[end].tensor].name for end in (0, -1))
         tensors = first if first == last else f"{first} to {last}"
         return f"bucket {bucket.index} of {self.num_buckets} of stage {self.index} ({tensors})"
+
+
+class PlanKey(NamedTuple):
+    """The inputs of a SyncPlan; equal keys give equal plans."""
+
+    manifest_digest: str
+    stage_sizes: tuple[int, ...]
+    bucket_bytes: int
 
 
 class SyncPlan:
@@ -67,6 +76,7 @@ class SyncPlan:
     def __init__(self, manifest: Manifest, stage_sizes: tuple[int, ...], bucket_bytes: int) -> None:
         """`stage_sizes`: each stage's number of tensors."""
         self.manifest, self.stage_sizes, self.bucket_bytes = manifest, stage_sizes, bucket_bytes
+        self.key = PlanKey(manifest.digest, stage_sizes, bucket_bytes)
         ends = itertools.accumulate(stage_sizes)
         stages = [(end - size, Manifest(manifest.tensors[end - size : end])) for size, end in zip(stage_sizes, ends, strict=True)]
         buckets = [plan_buckets(part, bucket_bytes) for _, part in stages]
@@ -83,7 +93,7 @@ def align(num_bytes: int) -> int:
 
 
 def buffer_bytes(manifest: Manifest, bucket_bytes: int) -> int:
-    """How large a buffer has to be: `bucket_bytes` rounded down to the alignment, less when the model is smaller."""
+    """Required size of a buffer: `bucket_bytes` rounded down to the alignment, less for a smaller model."""
     whole_model = sum(align(tensor.num_bytes) for tensor in manifest.tensors)
     return max(ALIGNMENT_BYTES, min(bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES, whole_model))
 

@@ -49,59 +49,62 @@ class BucketCopies:
         """
         self._pieces, self._end, self._dtypes, self._copies = list(pieces), end, dtypes, copies
         self._into_bucket = into_bucket
-        self._views: dict[int, tuple[Mapping[str, torch.Tensor], list[Views]]] = {}  # by the bucket's address
-        self._names: tuple[str, ...] | None = None  # of the memory that the tiles refer to; none: no tiles
-        self._table = torch.empty(0)  # the tiles, on the device
+        self._names = tuple({copy.buffer: None for piece in pieces for copy in copies[piece.tensor] or ()})
+        self._views: dict[int, tuple[list[torch.Tensor], list[Views]]] = {}  # by the bucket's address: memory, and views of both
+        self._tiles: tuple[Tiles, torch.Tensor] | None = None  # and their table on the device
         self._covered_bytes = 0  # of the bucket: those whose digest the tiles can add
-        self._bases: tuple[Mapping[str, torch.Tensor], torch.Tensor] | None = None  # memory, and its addresses on the device
+        self._bases: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # addresses of the tiles' memory, also on the device
 
     @torch.no_grad()
     def run(self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None) -> None:
         """Copy; on CUDA one kernel adds the digest to `digests` on the way, if each byte of the pieces is copied once.
 
         Args:
-            memory: flat tensors. The same dict object means the same addresses as in the run before.
+            memory: flat tensors, at least those that the copies name.
             data: the bucket's bytes, uint8.
             digests: on the device of `data`.
         """
         if data.is_cuda and self._run_tiles(memory, data, digests):
             return
-        key = data.data_ptr()
-        views = self._views.get(key)
-        if views is None or views[0] is not memory:
-            views = self._views[key] = (memory, bind(self._matches(), memory, data))
-        for in_memory, in_bucket in views[1]:
+        flats = [memory[name] for name in self._names]
+        bound, views = self._views.get(data.data_ptr(), ([], []))
+        if not are_same_memory(bound, flats):
+            views = bind(self._matches(), memory, data)
+            self._views[data.data_ptr()] = flats, views
+        for in_memory, in_bucket in views:
             torch._foreach_copy_(*((in_bucket, in_memory) if self._into_bucket else (in_memory, in_bucket)))
 
     def _matches(self) -> Iterator[Match]:
         return find_matches(self._pieces, self._dtypes, self._copies)
 
     def _run_tiles(self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None) -> bool:
-        """False where foreach copies have to do it."""
-        if self._names is None:
+        """False where foreach copies have to do it: without tiles, or where memory is not aligned to words."""
+        if self._tiles is None:
             tiles = lay_tiles(self._matches(), memory)
-            self._names, self._table = tiles.names, upload(torch.from_numpy(tiles.table), data.device)
+            self._tiles = tiles, upload(torch.from_numpy(tiles.table), data.device)
             if tiles.covered_bytes == sum(piece.num_bytes for piece in self._pieces):
                 self._covered_bytes = self._end - self._pieces[0].bucket_offset
-        bases = self._bases_of(self._names, memory, data.device)
-        if bases is None:
+        tiles, table = self._tiles
+        flats = [memory[name] for name in tiles.names]
+        addresses = [flat.data_ptr() for flat in flats]
+        if not addresses:
             return False
+        if addresses != self._bases[0]:
+            if any(flat.device != data.device for flat in flats) or any(each % WORD_BYTES for each in addresses):
+                return False
+            self._bases = addresses, upload(torch.tensor(addresses, dtype=torch.int64), data.device)
         from bridge.layout.copy_kernel import copy_tiles
 
         total = digests.accumulate(self._covered_bytes) if digests is not None and self._covered_bytes else None
-        copy_tiles(self._table, bases, data, total, into_bucket=self._into_bucket)
+        copy_tiles(table, self._bases[1], data, total, into_bucket=self._into_bucket)
         return True
 
-    def _bases_of(self, names: tuple[str, ...], memory: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
-        """The addresses of the tiles' memory, on the device; None where one is not aligned to words."""
-        if self._bases is not None and self._bases[0] is memory:
-            return self._bases[1]
-        flats = [memory[name] for name in names]
-        addresses = [flat.data_ptr() for flat in flats]
-        if not addresses or any(flat.device != device for flat in flats) or any(each % WORD_BYTES for each in addresses):
-            return None
-        self._bases = memory, upload(torch.tensor(addresses, dtype=torch.int64), device)
-        return self._bases[1]
+
+def are_same_memory(kept: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether `tensors` lie where the `kept` ones lie. These keep their memory alive: an equal address means the same memory."""
+    return len(kept) == len(tensors) and all(
+        one.data_ptr() == other.data_ptr() for one, other in zip(kept, tensors, strict=True)
+    )
 
 
 def find_matches(pieces: Sequence[Piece], dtypes: Dtypes, copies: Copies) -> Iterator[Match]:

@@ -19,16 +19,16 @@ def _copy_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
     start, count = tl.load(entry + 2), tl.load(entry + 3)
     there = tl.load(bases + tl.load(entry)).to(tl.pointer_type(tl.int64)) + tl.load(entry + 1)
     here = bucket.to(tl.pointer_type(tl.int64)) + start
-    lane = tl.arange(0, TILE)
-    inside = lane < count
+    word = tl.arange(0, TILE)
+    inside = word < count
     if INTO_BUCKET:
-        words = tl.load(there + lane, mask=inside, other=0)
-        tl.store(here + lane, words, mask=inside)
+        words = tl.load(there + word, mask=inside, other=0)
+        tl.store(here + word, words, mask=inside)
     else:
-        words = tl.load(here + lane, mask=inside, other=0)
-        tl.store(there + lane, words, mask=inside)
+        words = tl.load(here + word, mask=inside, other=0)
+        tl.store(there + word, words, mask=inside)
     if SUM:
-        part = sum_of_words(words, tl.load(factors + start % CHUNK + lane, mask=inside, other=0))
+        part = sum_of_words(words, tl.load(factors + start % CHUNK + word, mask=inside, other=0))
         tl.atomic_add(total, part * tl.load(weights + start // CHUNK), sem="relaxed")
 
 

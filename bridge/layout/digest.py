@@ -1,4 +1,4 @@
-"""A 64-bit digest of bytes, on any device, which tells whether a bucket arrived as it was sent.
+"""A 64-bit digest of bytes, on any device, to check that a bucket arrived as it was sent.
 
 On CUDA a kernel sums (digest_kernel.py), or copies and sums (copy_kernel.py). Leaves out who compares (transport/, publish.py).
 

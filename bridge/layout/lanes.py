@@ -1,6 +1,6 @@
-"""Which ranks send which buckets to which hosts, where trainer and replicas are on several: a plan of lanes, a pure function.
+"""Lanes: which ranks send which buckets to which hosts, with trainer and replicas on several hosts. Pure functions.
 
-A lane is one sender of a stage and, on each receiving host, the one reader that gets the lane's buckets first; it passes them on
+A lane is one sender of a stage and, on each receiving host, the one reader that gets the lane's buckets first and forwards them
 to the other readers of its host. Every host gets every bucket once. Leaves out how buckets travel (transport/lanes.py) and who
 asks for a plan (send/connection.py).
 
@@ -130,7 +130,7 @@ def _choose_senders(holders: Sequence[Holder], most: int, links: int | None) -> 
 def _route(sender_host: str, by_host: dict[str, list[int]], index: int) -> tuple[int, ...]:
     """The first readers of the lane of this index, which is another one of each host in the next lane.
 
-    All lanes go through the hosts in one order, unless the sender is on one of them: a host sends buckets on in the order in
+    All lanes go through the hosts in one order, unless the sender is on one of them: a host forwards buckets in the order in
     which it takes them, so that a lane that came to it by way of all others would hold up those that it has first.
     """
     hosts = list(by_host)

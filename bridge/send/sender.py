@@ -1,7 +1,7 @@
-"""One trainer rank's pass over its weight source: gather, pack into buckets, hand over; or drain.
+"""One trainer rank's pass over its weight source: gather, pack into buckets, hand over; after a failure iterate without sending.
 
-Every rank iterates its source to the end, whatever happened, because iterating runs collectives in which the other
-ranks of its stage take part. Leaves out agreement between ranks (publish.py).
+Every rank iterates its source to the end, even after an error, because iterating runs collectives in which the other ranks of its
+stage take part. Leaves out agreement between ranks (publish.py).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Step(NamedTuple):
     copies: BucketCopies
     begins: bool
     ends: bool
-    gaps: list[tuple[int, int]]  # bytes of the bucket, where it begins, that belong to no tensor
+    gaps: list[tuple[int, int]]  # byte ranges of the bucket that belong to no tensor; given where it begins
 
 
 @dataclass
 class PassResult:
-    """What a pass left: the first problem, spans for the timeline, and with verify=readback a digest a tensor."""
+    """The first problem of a pass, spans for the timeline, and with verify=readback a digest per tensor."""
 
     problem: str | None = None
     spans: list[StageSpan] = field(default_factory=list)
@@ -57,64 +57,21 @@ class StageSender:
 
         The result holds the first error, if any; an error stops the sending, not the pass.
         """
-        self._deadline, self._check, self._verify = deadline, check, verify
-        self._result, self._clock = PassResult(), _Clock()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        first_tensor, num_tensors = 0, len(self.stage.manifest.tensors)
-        with self._catching():
-            if self.writer is not None:
-                self.writer.start(deadline, check)
-        self._clock.account("wait")
-        with self._catching(f"stage {self.stage.index}: the weight source failed: "):
+        this = _Pass(self, deadline, check, verify)
+        this.start()
+        with this.catching(f"stage {self.stage.index}: the weight source failed: "):
             for part in self.source.parts():
-                self._clock.account("gather")
-                self._send(part, first_tensor)
-                first_tensor += len(part.copies)
-        self._clock.account("gather")
-        with self._catching():
-            if self.source.has_tensors and first_tensor != num_tensors:
-                raise RuntimeError(f"the weight source gave {first_tensor} of {num_tensors} tensors")
-            if self.writer is not None and self._result.problem is None:
-                self.writer.finish(deadline, check)
-        self._clock.account("wait")
-        self._clock.close_bucket()
-        self._result.spans = self._clock.spans
-        return self._result
+                this.send(part)
+        return this.finish()
 
-    def _send(self, part: Part, first_tensor: int) -> None:
-        """Pack a part, whose first tensor is this one of the stage, and hand over the buckets that are full."""
-        if self._result.problem is not None:
-            return
-        with self._catching():
-            self._check()
-            if self._verify == "readback" and self.source.is_sender:
-                specs = self.stage.manifest.tensors[first_tensor : first_tensor + len(part.copies)]
-                self._result.digests += [digest_value(part.tensor(index, spec)) for index, spec in enumerate(specs)]
-            verify, writer = self._verify != "none", self.writer
-            if writer is None:
-                return
-            # A source that takes another's place, as in a bench, may cut parts elsewhere, and name their memory otherwise.
-            key = first_tensor, len(part.copies), tuple(part.memory)
-            if key not in self._steps:
-                self._steps[key] = list(self._plan_steps(part, first_tensor))
-            for step in self._steps[key]:
-                if step.begins:
-                    self._begin_bucket(writer, step)
-                data = self._buffer[: step.bucket.num_bytes]
-                step.copies.run(part.memory, data, writer.digests if verify else None)
-                if step.ends:
-                    writer.publish(step.bucket.num_bytes, verify=verify)
-                self._clock.account("pack")
-                if step.ends:
-                    self._clock.close_bucket()
+    def steps(self, part: Part, first_tensor: int) -> list[Step]:
+        """The steps of a part whose first tensor is this one of the stage. Planned at the first pass."""
+        key = first_tensor, len(part.copies), tuple(part.memory)  # `source` may be replaced between passes
+        if key not in self._steps:
+            self._steps[key] = list(self._plan(part, first_tensor))
+        return self._steps[key]
 
-    def _begin_bucket(self, writer: Writer, step: Step) -> None:
-        self._buffer = writer.acquire(self._deadline, self._check)
-        self._clock.account("wait")
-        for start, end in step.gaps if writer.digests is not None else ():  # as their digests need it
-            self._buffer[start:end].zero_()
-
-    def _plan_steps(self, part: Part, first_tensor: int) -> Iterator[Step]:
+    def _plan(self, part: Part, first_tensor: int) -> Iterator[Step]:
         end_tensor, tensors = first_tensor + len(part.copies), self.stage.manifest.tensors
         for spec, copies in zip(tensors[first_tensor:end_tensor], part.copies, strict=False):
             num_elements = sum(copy.tensor_region.num_rows * copy.tensor_region.num_columns for copy in copies)
@@ -126,27 +83,88 @@ class StageSender:
         begin, end = (bisect_left(self._pieces, tensor, key=lambda pair: pair[1].tensor) for tensor in (first_tensor, end_tensor))
         for bucket, group in itertools.groupby(self._pieces[begin:end], key=lambda pair: pair[0]):
             pieces = [piece for _, piece in group]
-            begins, ends = pieces[0] is bucket.pieces[0], pieces[-1] is bucket.pieces[-1]
+            begins, ends = pieces[0] == bucket.pieces[0], pieces[-1] == bucket.pieces[-1]
             last = pieces[-1].bucket_offset + pieces[-1].num_bytes
             copies_end = bucket.num_bytes if ends else align(last)
             bucket_copies = BucketCopies(pieces, copies_end, dtypes_of, copies_of, into_bucket=True)
             yield Step(bucket, bucket_copies, begins, ends, gaps(bucket) if begins else [])
 
+
+class _Pass:
+    """The state of one pass: how far it is, the bucket being filled, its result."""
+
+    def __init__(self, sender: StageSender, deadline: float, check: Callable[[], None], verify: str) -> None:
+        self._sender, self._deadline, self._check, self._verify = sender, deadline, check, verify
+        self._result, self._clock = PassResult(), _Clock()
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+        self._num_tensors = 0  # of the parts so far
+
+    def start(self) -> None:
+        with self.catching():
+            if self._sender.writer is not None:
+                self._sender.writer.start(self._deadline, self._check)
+        self._clock.account("wait")
+
+    def send(self, part: Part) -> None:
+        """Pack the next part, and hand over the buckets that are full."""
+        self._clock.account("gather")
+        first_tensor = self._num_tensors
+        self._num_tensors += len(part.copies)
+        if self._result.problem is not None:
+            return
+        with self.catching():
+            self._check()
+            source, writer = self._sender.source, self._sender.writer
+            if self._verify == "readback" and source.is_sender:
+                specs = self._sender.stage.manifest.tensors[first_tensor : self._num_tensors]
+                self._result.digests += [digest_value(part.tensor(index, spec)) for index, spec in enumerate(specs)]
+            if writer is not None:
+                for step in self._sender.steps(part, first_tensor):
+                    self._pack(writer, part, step)
+
+    def _pack(self, writer: Writer, part: Part, step: Step) -> None:
+        verify = self._verify != "none"
+        if step.begins:
+            self._bucket = writer.acquire(self._deadline, self._check)
+            self._clock.account("wait")
+            for start, end in step.gaps if writer.digests is not None else ():  # digests by copies count gaps as zeros
+                self._bucket[start:end].zero_()
+        data = self._bucket[: step.bucket.num_bytes]
+        step.copies.run(part.memory, data, writer.digests if verify else None)
+        if step.ends:
+            writer.publish(step.bucket.num_bytes, verify=verify)
+        self._clock.account("pack")
+        if step.ends:
+            self._clock.close_bucket()
+
+    def finish(self) -> PassResult:
+        self._clock.account("gather")
+        writer, expected = self._sender.writer, len(self._sender.stage.manifest.tensors)
+        with self.catching():
+            if self._sender.source.has_tensors and self._num_tensors != expected:
+                raise RuntimeError(f"the weight source gave {self._num_tensors} of {expected} tensors")
+            if writer is not None and self._result.problem is None:
+                writer.finish(self._deadline, self._check)
+        self._clock.account("wait")
+        self._clock.close_bucket()
+        self._result.spans = self._clock.spans
+        return self._result
+
     @contextmanager
-    def _catching(self, where: str = "") -> Iterator[None]:
-        """Keep the first problem and wake the readers up; the pass goes on."""
+    def catching(self, context: str = "") -> Iterator[None]:
+        """Keep the first problem and wake the readers up; the pass continues."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 # whatever it is has to reach all ranks
+        except Exception as error:  # noqa: BLE001 # every error has to reach all ranks
             if self._result.problem is None:
-                is_told = isinstance(error, RuntimeError) and not where
-                self._result.problem = str(error) if is_told else f"{where}{type(error).__name__}: {error}"
-                if self.writer is not None:
-                    self.writer.abort(self._result.problem)
+                is_whole_text = isinstance(error, RuntimeError) and not context
+                self._result.problem = str(error) if is_whole_text else f"{context}{type(error).__name__}: {error}"
+                if self._sender.writer is not None:
+                    self._sender.writer.abort(self._result.problem)
 
 
 class _Clock:
-    """Accounts for a pass's time by what it went to; in `spans` a bucket's gather, pack and wait are laid end to end."""
+    """Sums a pass's time by activity; in `spans` a bucket's gather, pack and wait are laid end to end."""
 
     def __init__(self) -> None:
         self.spans: list[StageSpan] = []
@@ -154,7 +172,7 @@ class _Clock:
         self._spent = dict.fromkeys(("gather", "pack", "wait"), 0.0)
 
     def account(self, name: str) -> None:
-        """Since the last call it was this."""
+        """Count the time since the last call as this activity."""
         now = time.time()
         self._spent[name] += now - self._until
         self._until = now

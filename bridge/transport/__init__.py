@@ -1,6 +1,6 @@
-"""How a bucket travels from a trainer rank to the vLLM workers.
+"""Transports of buckets from a trainer rank to the vLLM workers.
 
-protocol.py  Writer and Reader, which all transports implement, and what goes wrong in all of them
+protocol.py  Writer and Reader, which all transports implement, and their errors
 open.py      opens them: what `auto` means, and which transport an endpoint belongs to
 shm.py       shared memory of one host: a
 segment.py   with words that tell what lies in it

@@ -28,7 +28,7 @@ dist: Any = distributed  # its stores and backends are not typed
 POLL_SECONDS = 50e-6
 STORE_SECONDS = 10e-3  # between two looks into the store
 WATCH_SECONDS = 0.25  # between two looks of the thread
-WATCH_MARGIN_SECONDS = 5.0  # after the deadline, which whoever waits sees first
+WATCH_MARGIN_SECONDS = 5.0  # after the deadline, which waiting calls see first
 GROUP_TIMEOUT = timedelta(hours=12)  # NCCL's own watchdog would end the process; the sync's deadline comes first
 GLOO_MARGIN_SECONDS = 5.0  # gloo's own limit comes after the sync's, which says who waits for what
 MAX_UNDER_WAY = 8  # broadcasts: on CUDA a call waits where too much is queued, and nobody looks for aborts then
@@ -105,7 +105,7 @@ class Channel:
         """
         while not self._closed.wait(WATCH_SECONDS):
             reason = ""
-            with suppress(RuntimeError):  # the sender is gone, or stopped and may go on: then the deadline decides
+            with suppress(RuntimeError):  # the sender has ended or is stopped: then the deadline decides
                 reason = self._abort_reason()
             if reason := reason or self._late():
                 self._ended = reason
@@ -113,7 +113,7 @@ class Channel:
                 return
 
     def _late(self) -> str:
-        """What is over is not looked at again: a query from this thread would break a CUDA graph that another one captures."""
+        """Broadcasts that have ended are not queried again: a query would break a CUDA graph that another thread captures."""
         deadline = self._deadline
         if time.monotonic() < deadline + WATCH_MARGIN_SECONDS:
             return ""
@@ -124,15 +124,15 @@ class Channel:
             self._deadline = math.inf
         return ""
 
-    def tell(self, key: str, value: bytes) -> None:
-        """For all that know the store, members of groups or not."""
+    def publish(self, key: str, value: bytes) -> None:
+        """Publish a value for all processes that know the store."""
         self._store.set(key, value)
 
-    def forget(self, key: str) -> None:
+    def withdraw(self, key: str) -> None:
         self._store.delete_key(key)
 
-    def ask(self, key: str, deadline: float, what: str, check: Callable[[], None] = lambda: None) -> bytes:
-        """What somebody told, once it is there. Raises TransportError as `poll` does."""
+    def wait_for(self, key: str, deadline: float, what: str, check: Callable[[], None] = lambda: None) -> bytes:
+        """Wait for a published value. Raises TransportError as `poll` does."""
         self.poll(lambda: self._store.check([key]), deadline, what, check)
         return bytes(self._store.get(key))
 
@@ -169,7 +169,7 @@ class Channel:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def order(self, done: Any, deadline: float, what: str, check: Callable[[], None] = lambda: None) -> None:
-        """What follows on the current stream comes after the broadcast `done`. On CPUs this waits."""
+        """Order later work on the current stream after the broadcast `done`. On CPUs this waits."""
         if done is not None and self.stream is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
         elif done is not None:
@@ -206,7 +206,7 @@ class Channel:
         self._raise_if_ended()
 
     def look(self) -> None:
-        """As `raise_if_aborted`, but into the store only every STORE_SECONDS."""
+        """`raise_if_aborted`, at most every STORE_SECONDS."""
         if time.monotonic() > self._next_look:
             self.raise_if_aborted()
             self._next_look = time.monotonic() + STORE_SECONDS
@@ -228,8 +228,8 @@ class Channel:
             raise TransportError(self._ended)
 
     def abort(self, reason: str) -> None:
-        """Tell the others, the first reason stays, and leave the group."""
-        with suppress(RuntimeError):  # the sender is gone, and with it the store: there is nobody to tell
+        """Publish the reason, unless there is one already, and leave the group."""
+        with suppress(RuntimeError):  # the sender has ended, and with it the store
             self._store.compare_set(ABORT, "", reason)
         self.close()
 

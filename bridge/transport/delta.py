@@ -1,10 +1,10 @@
-"""Buckets as what changed in them since the last sync, for slow links: over gloo, out of host memory on both sides.
+"""Buckets as changes since the last sync, for slow links: over gloo, from host memory to host memory.
 
-The sender of a stage and all vLLM workers keep the bytes of every bucket. A pass begins with an offer: what the sender has kept,
-by its digest. A worker that has just that says so; one that lacks it, such as a replica that was started anew, makes it out of
-the run's log of versions, where the offer names one that it can read (versions/). Where one cannot, all get whole buckets; so
-travels a bucket whose delta would be larger. Each bucket's digest is compared after its delta was applied, before it is loaded.
-Leaves out what a bucket means, and lanes.
+The sender of a stage and all vLLM workers cache the bytes of every bucket. A pass begins with an offer: the digest of the
+sender's cache. A worker whose cache has the same digest accepts. One that lacks it, such as a restarted replica, rebuilds it from
+the run's log of versions (versions/), if the offer names one that it can read. If any worker cannot, all get complete buckets; a
+bucket is also sent complete if its delta would be larger. Each bucket's digest is compared before it is loaded.
+Leaves out the content of buckets, and lanes.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from bridge.versions.reader import VersionReader
 SCHEME = "delta:"
 CPU = torch.device("cpu")
 ENCODINGS = (*delta.ENCODINGS, "whole")
-LOG_BYTES_PER_SECOND = 300e6  # of weights, for each file of a chain (docs/bisect.md)
+LOG_BYTES_PER_SECOND = 300e6  # of weights, for each file of a chain (docs/verify.md)
 HAVE, LACK = b"have", b"lack"
 
 
-class Kept:
-    """A stage's buckets as of the last pass that was whole."""
+class BucketCache:
+    """A stage's buckets after the last complete pass."""
 
     def __init__(self, stage: StagePlan) -> None:
         self.plan = json.dumps([stage.manifest.digest, [bucket.num_bytes for bucket in stage.buckets]])
         self.buckets = [torch.empty(0, dtype=torch.uint8)] * len(stage.buckets)
-        self.state = ""  # equal on two sides where all bytes are; empty: of no use
+        self.state = ""  # equal on two sides whose bytes are equal; empty: invalid
 
     def close_pass(self, digests: list[int]) -> None:
         self.state = hashlib.sha256(json.dumps([self.plan, digests]).encode()).hexdigest()
 
 
-Store = dict[int, Kept]  # by stage
-SENDERS_STORE: Store = {}  # of this process: connections come and go with the members
+Store = dict[int, BucketCache]  # by stage
+SENDERS_STORE: Store = {}  # of this process, since connections change with the members
 READERS_STORE: Store = {}
 
 
-def kept_of(store: Store, stage: StagePlan) -> Kept:
-    """What there is of this plan."""
-    fresh = Kept(stage)
+def cache_of(store: Store, stage: StagePlan) -> BucketCache:
+    """The cache of a stage; a new one where the plan differs."""
+    fresh = BucketCache(stage)
     if stage.index not in store or store[stage.index].plan != fresh.plan:
         store[stage.index] = fresh
     return store[stage.index]
@@ -71,7 +71,7 @@ class DeltaWriter:
         self._channel, address = Channel.listen(1 + num_readers, CPU)
         self.endpoint = f"{SCHEME}{address}"
         self._buffer = torch.zeros(stage.buffer_bytes, dtype=torch.uint8, device=device)
-        self._kept = kept_of(store, stage)
+        self._cache = cache_of(store, stage)
         self._digests: list[int] = []
         self._num_passes, self._has_base, self.sent_bytes = 0, False, 0
         self._deadline, self._check = 0.0, _nothing
@@ -80,27 +80,27 @@ class DeltaWriter:
         self._deadline, self._check = deadline, check
         self._digests, self.sent_bytes = [], 0
         self._channel.meet(deadline, check)
-        offer = {"state": self._kept.state, "log": str(self._log) if self._log is not None else ""}
-        self._channel.tell(f"offer {self._num_passes}", json.dumps(offer).encode())
-        what = "a worker to say what it has kept"
+        offer = {"state": self._cache.state, "log": str(self._log) if self._log is not None else ""}
+        self._channel.publish(f"offer {self._num_passes}", json.dumps(offer).encode())
+        what = "a worker to answer the offer"
         keys = [f"answer {self._num_passes} {reader}" for reader in range(self._num_readers)]
-        answers = [self._channel.ask(key, deadline, what, check) for key in keys]
-        self._has_base = bool(self._kept.state) and all(answer == HAVE for answer in answers)
-        self._kept.state = ""
+        answers = [self._channel.wait_for(key, deadline, what, check) for key in keys]
+        self._has_base = bool(self._cache.state) and all(answer == HAVE for answer in answers)
+        self._cache.state = ""
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
-        """What was published has left."""
+        """Earlier buckets have been sent by now."""
         check()
         return self._buffer
 
-    def publish(self, num_bytes: int, *, verify: bool) -> None:  # a delta of other bytes would be worth nothing
+    def publish(self, num_bytes: int, *, verify: bool) -> None:  # always: a delta needs equal bytes
         index = len(self._digests)
         bucket, data = self._stage.buckets[index], self._buffer[:num_bytes]
         for start, end in gaps(bucket):  # which no tensor fills, nor the log
             data[start:end].zero_()
         digest = digest_bytes(data)
-        former = self._kept.buckets[index] if self._has_base else None
-        encoding, payload, self._kept.buckets[index] = encode(data, former)
+        former = self._cache.buckets[index] if self._has_base else None
+        encoding, payload, self._cache.buckets[index] = encode(data, former)
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
         self._send(torch.tensor([ENCODINGS.index(encoding), len(payload), signed]).view(torch.uint8))
         if len(payload):
@@ -109,7 +109,7 @@ class DeltaWriter:
         self._digests.append(digest)
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:  # all has been waited for
-        self._kept.close_pass(self._digests)
+        self._cache.close_pass(self._digests)
         self._num_passes += 1
 
     def _send(self, data: torch.Tensor) -> None:
@@ -141,21 +141,21 @@ class DeltaReader:
     def buckets(
         self, stage: StagePlan, sync_index: int, deadline: float, *, verify: bool  # always
     ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        channel, kept = self._channels.join(stage.index, deadline), kept_of(self._store, stage)
-        offer = json.loads(channel.ask(f"offer {sync_index}", deadline, f"the sender of stage {stage.index}"))
-        has_base = bool(offer["state"]) and (kept.state == offer["state"] or self._is_of_log(stage, kept, offer, deadline))
-        channel.tell(f"answer {sync_index} {self._reader}", HAVE if has_base else LACK)
-        kept.state, digests = "", list[int]()
+        channel, cache = self._channels.join(stage.index, deadline), cache_of(self._store, stage)
+        offer = json.loads(channel.wait_for(f"offer {sync_index}", deadline, f"the sender of stage {stage.index}"))
+        has_base = bool(offer["state"]) and (cache.state == offer["state"] or self._is_of_log(stage, cache, offer, deadline))
+        channel.publish(f"answer {sync_index} {self._reader}", HAVE if has_base else LACK)
+        cache.state, digests = "", list[int]()
         for index, bucket in enumerate(stage.buckets):
-            data, digest = self._take(channel, stage, bucket, kept, index, deadline)
+            data, digest = self._take(channel, stage, bucket, cache, index, deadline)
             digests.append(digest)
             yield bucket, data
-        kept.close_pass(digests)
+        cache.close_pass(digests)
 
     def _take(
-        self, channel: Channel, stage: StagePlan, bucket: Bucket, kept: Kept, index: int, deadline: float
+        self, channel: Channel, stage: StagePlan, bucket: Bucket, cache: BucketCache, index: int, deadline: float
     ) -> tuple[torch.Tensor, int]:
-        """The bucket on this worker's device, and its digest; its bytes are in `kept`, too."""
+        """The bucket on this worker's device, and its digest; its bytes are in `cache`, too."""
 
         def receive(num_bytes: int) -> torch.Tensor:
             data = torch.empty(num_bytes, dtype=torch.uint8)
@@ -165,17 +165,17 @@ class DeltaReader:
         code, num_bytes, signed = receive(24).view(torch.int64).tolist()
         payload = receive(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
         try:
-            kept.buckets[index] = decode(ENCODINGS[code], payload, kept.buckets[index])
+            cache.buckets[index] = decode(ENCODINGS[code], payload, cache.buckets[index])
         except delta.DamagedError as error:
             raise TransportError(f"{stage.describe(bucket)}: {error}") from error
-        data = kept.buckets[index].to(self._device)
+        data = cache.buckets[index].to(self._device)
         digest = digest_bytes(data)
         if digest != signed % (1 << 64):
             raise DamagedError(stage, [index])
         return data, digest
 
-    def _is_of_log(self, stage: StagePlan, kept: Kept, offer: dict[str, str], deadline: float) -> bool:
-        """Whether the newest version of the log is what the sender has kept; it is in `kept` then."""
+    def _is_of_log(self, stage: StagePlan, cache: BucketCache, offer: dict[str, str], deadline: float) -> bool:
+        """Whether the newest version of the log equals the sender's cache; then it is in `cache`."""
         if not offer["log"]:
             return False
         try:
@@ -185,9 +185,9 @@ class DeltaReader:
             return False
         if found is None:
             return False
-        kept.buckets = found
-        kept.close_pass([digest_bytes(data) for data in found])
-        return kept.state == offer["state"]
+        cache.buckets = found
+        cache.close_pass([digest_bytes(data) for data in found])
+        return cache.state == offer["state"]
 
     def abort(self, reason: str) -> None:
         self._channels.abort(reason)
@@ -201,7 +201,7 @@ def _nothing() -> None:
 
 
 def encode(data: torch.Tensor, former: torch.Tensor | None) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """What travels of a bucket [n] uint8 on any device, in the shorter of its two forms, and the bucket in host memory.
+    """Encode a bucket [n] uint8 on any device in the shorter of two forms; also returns the bucket in host memory.
 
     `former`: as all readers have it, in host memory; it becomes the bucket.
     """
@@ -227,7 +227,7 @@ def decode(encoding: str, payload: torch.Tensor, former: torch.Tensor) -> torch.
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """By two bytes: of bfloat16 the elements, of float32 the halves, of which the upper one changes less."""
+    """As 2-byte words: elements of bfloat16, halves of float32, whose upper half changes less often."""
     return data.view(torch.int16) if data.numel() % 2 == 0 else data
 
 

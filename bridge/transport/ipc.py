@@ -62,7 +62,7 @@ class IpcWriter(ShmWriter):
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), pickle.dumps((path, num_bytes))
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
-        """As ShmWriter; but the bucket has to be complete on the device, and its digest is told at the end of the pass."""
+        """As ShmWriter, but the bucket has to be complete on the device, and its digest is sent at the end of the pass."""
         with _scope(self._device):
             data = self.buffers[self.sequence % NUM_BUFFERS][:num_bytes]
             _synchronize(self._device)
@@ -142,7 +142,7 @@ def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _mappable() -> Iterator[None]:
-    """What is made in the block lies in a segment that torch's allocator does not extend, since CUDA has handles of those only.
+    """Within the block torch's allocator uses segments that it does not extend: CUDA exports handles of those only.
 
     What is made afterwards may lie in others again (get_free_block in c10/cuda/CUDACachingAllocator.cpp looks at the setting each
     time). Where the user has settings of the allocator, these stay.

@@ -1,13 +1,13 @@
-"""Buckets on lanes, for trainer and replicas on several hosts: over the network to one reader a host, which passes them on.
+"""Buckets on lanes, for trainer and replicas on several hosts: over the network to one reader per host, which forwards them.
 
 Each lane (layout/lanes.py) has a store at its sender, as a group has (channel.py). On GPUs the sender and its first readers are
 one NCCL group, whose broadcasts run from host to host by themselves. On CPUs gloo's would send several copies from one host, so
 that each link of the route is a group of two: a first reader sends a bucket on while the next one arrives. It receives into the
 buffers of a writer of its host's own (shm.py, ipc.py), from which the host's other readers take it. All readers take all buckets
-in the same order, each lane has its next bucket under way, and nobody waits for one that comes later in that order.
+in the same order, each lane has its next bucket in flight, and no reader waits for a bucket later in that order.
 
-The sender's digests come through the store after the last bucket, and every reader compares them with those of the bytes that it
-read itself, whichever way they came. Leaves out what a bucket means.
+The sender's digests come through the store after the last bucket, and every reader compares them with digests of the bytes that
+it read, by network or relay. Leaves out the content of buckets.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class LaneWriter(GroupWriter):
         self._num_passes = 0
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
-        """Tell the digests and wait until all is sent."""
+        """Publish the digests and wait until all is sent."""
         if self._verify:
             digests = self._digests.join()
             self._channel.wait(self._channel.mark(), deadline, self._waits(self._count), check)  # `cpu` would wait for ever
-            self._channel.tell(_digests_key(self._num_passes), digests.cpu().numpy().tobytes())
+            self._channel.publish(_digests_key(self._num_passes), digests.cpu().numpy().tobytes())
             if self._num_passes:
-                self._channel.forget(_digests_key(self._num_passes - 1))
+                self._channel.withdraw(_digests_key(self._num_passes - 1))
         for done in self._sent:
             self._channel.wait(done, deadline, self._waits(self._count), check)
         self._num_passes += 1
@@ -95,7 +95,7 @@ class LaneReader:
             self._compare(stage, sync_index, digests.join().cpu(), deadline)
 
     def _join(self, index: int, lane: Lane, stage: StagePlan, deadline: float) -> Port:
-        """All lanes are joined in one order by all readers, so that nobody waits for one who waits for him."""
+        """All readers join all lanes in one order, so that no two wait for each other."""
         if index not in self._ports:
             is_first, device = self._reader in lane.route, self._device
             place = lane.route.index(self._reader) if is_first else 0
@@ -112,7 +112,7 @@ class LaneReader:
         return self._ports[index]
 
     def _staging_of(self, stage: StagePlan) -> Staging | None:
-        """One for all lanes. Of several stages each has a bucket out, more than it holds; they are loaded in place."""
+        """One staging for all lanes. With several stages it would need a bucket of each; then buckets are loaded in place."""
         is_only = all(lane.stage == stage.index for lane in self._plan.lanes)
         if self._staging is None and self._device.type == "cuda" and is_only:
             self._staging = Staging(stage.buffer_bytes, self._device)
@@ -123,11 +123,11 @@ class LaneReader:
             port.progress()
 
     def _compare(self, stage: StagePlan, sync_index: int, digests: torch.Tensor, deadline: float) -> None:
-        """With those of the senders."""
+        """Compare with the senders' digests."""
         wrong: list[int] = []
         for index, lane in self._plan.of_stage(stage.index):
-            told = self._channels[index].ask(_digests_key(sync_index), deadline, f"the digests of {lane}", self._progress)
-            theirs = torch.frombuffer(bytearray(told), dtype=torch.int64) if told else digests[:0]
+            found = self._channels[index].wait_for(_digests_key(sync_index), deadline, f"the digests of {lane}", self._progress)
+            theirs = torch.frombuffer(bytearray(found), dtype=torch.int64) if found else digests[:0]
             own = list(lane.buckets(len(stage.buckets)))
             wrong += [own[place] for place in (digests[own] != theirs).nonzero().flatten().tolist()]
         if wrong:
@@ -139,7 +139,7 @@ class LaneReader:
         abort_all([endpoint for index, endpoint in enumerate(self.endpoints) if index not in self._ports], reason)
 
     def close(self) -> None:
-        """What comes by the network first: a relayed bucket's copy may wait for one that never arrives."""
+        """Close the ports that read from the network first: a relayed bucket's copy may wait for one that never arrives."""
         for port in sorted(self._ports.values(), key=lambda port: isinstance(port, RelayedPort)):
             port.close()
         self._ports, self._channels, self._digests, self._staging = {}, {}, {}, None

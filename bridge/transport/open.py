@@ -33,7 +33,7 @@ def resolve_transport(name: Transport, *, shares_devices: bool = False, num_host
 
 
 def own_device() -> torch.device:
-    """Where this process computes."""
+    """The device of this process."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -46,7 +46,7 @@ def open_writer(
         transport: as resolve_transport gives it.
         stage: what is sent.
         readers: the names of all vLLM workers.
-        own: the indices of those that this writer sends to.
+        own: the indices of the readers that this writer sends to.
         log: the run's log of versions, out of which delta brings up a reader that came late.
 
     Raises:

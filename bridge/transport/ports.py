@@ -1,9 +1,9 @@
-"""Where one reader gets a lane's buckets from: the network, or the buffers of the first reader on its host (lanes.py).
+"""A reader's source of a lane's buckets: the network, or the buffers of the first reader on its host (lanes.py).
 
 On GPUs the host queues work and waits for few things: for a bucket that has arrived, before others may read it, and for buffers
-that others read. Whoever waits calls `progress` of all ports meanwhile, which gives back what has been read, so that no two wait
-for each other.
-Leaves out what a bucket means.
+that others read. While it waits, it calls `progress` of all ports, which releases buckets that have been read, so that no two
+wait for each other.
+Leaves out the content of buckets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Progress = Callable[[], None]
 
 
 class Port(Protocol):
-    """Where one reader gets a lane's buckets from."""
+    """A reader's source of a lane's buckets."""
 
     def open(self, deadline: float) -> None:
         """Once: meet the others."""
@@ -35,13 +35,13 @@ class Port(Protocol):
         """Before a pass."""
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        """The lane's next bucket, its bytes [n] uint8, good until `give_back`."""
+        """The bytes [n] uint8 of the lane's next bucket, valid until `give_back`."""
 
     def give_back(self) -> None:
-        """All that reads the bucket is queued on the current stream."""
+        """Call once all reads of the bucket are queued on the current stream."""
 
     def progress(self) -> None:
-        """Tell others which buckets have been read; returns at once."""
+        """Release the buckets that have been read; returns at once."""
 
     def finish(self) -> None:
         """After a pass's last bucket."""
@@ -52,7 +52,7 @@ class Port(Protocol):
 
 
 class FirstPort:
-    """Of the lane's first reader on a host: from the network, and on to the next host and to the others of its own."""
+    """The port of a lane's first reader on a host: reads from the network, forwards to the next host and to its own."""
 
     def __init__(
         self, lane: Lane, plan: LanePlan, stage: StagePlan, channel: Channel, reader: int, progress_all: Progress
@@ -73,9 +73,10 @@ class FirstPort:
             names = [plan.names[other] for other in others]
             kind = (stage, names, range(len(others)))
             self._relay = IpcWriter(*kind, device) if device.type == "cuda" else ShmWriter(*kind)
-            channel.tell(f"relay{reader}", self._relay.endpoint.encode())
+            channel.publish(f"relay{reader}", self._relay.endpoint.encode())
         self._buffers = self._relay.buffers if self._relay is not None else _buffers(stage.buffer_bytes, device)
         self._num_posted = self._num_taken = 0
+        self._deadline = 0.0  # of the pass
         self._position = 0  # of the next bucket to be posted in this pass
         self._arrival: tuple[torch.Tensor, Any] = (torch.empty(0), None)
         self._freed: list[Any] = [None] * NUM_BUFFERS
@@ -182,13 +183,13 @@ class Staging:
         return here, copied
 
     def free(self) -> None:
-        """All that reads the bucket is queued on the current stream."""
+        """Call once all reads of the bucket are queued on the current stream."""
         self._loaded[self._count % NUM_BUFFERS] = torch.cuda.current_stream(self._device).record_event()
         self._count += 1
 
 
 class _Relayed(ShmReader):
-    """It hears of aborts through the lane's store too: who passes buckets on may be gone."""
+    """Aborts also come through the lane's store, since the forwarding reader may have ended."""
 
     channel: Channel
     who: str
@@ -208,7 +209,7 @@ class _RelayedIpc(_Relayed, IpcReader):
 
 
 class RelayedPort:
-    """Of the other readers: out of the buffers of the first one on their host, on GPUs by way of `staging` if there is one."""
+    """The port of other readers: reads the buffers of the first reader on their host, on GPUs through `staging` if given."""
 
     def __init__(
         self, lane: Lane, plan: LanePlan, channel: Channel, reader: int, progress_all: Progress, staging: Staging | None
@@ -218,12 +219,13 @@ class RelayedPort:
         self._place = [other for other in plan.host_of(reader) if other != self._first].index(reader)
         self._who = f"{plan.names[self._first]}, which passes {lane} on"
         self._reader: _Relayed | None = None
+        self._deadline = 0.0  # of the pass
         self._num_taken = 0
         self._copied: Any = None  # the event after which the bucket that is out is in `staging`
         self._unreleased: deque[Any] = deque()  # of each bucket that was given back the event after which it is read
 
     def open(self, deadline: float) -> None:
-        endpoint = self._channel.ask(f"relay{self._first}", deadline, self._who, self._progress_all).decode()
+        endpoint = self._channel.wait_for(f"relay{self._first}", deadline, self._who, self._progress_all).decode()
         kind = _RelayedIpc if self._channel.device.type == "cuda" else _Relayed
         self._reader = kind((endpoint,), self._place, self._channel.device)
         self._reader.channel, self._reader.who, self._reader.progress_all = self._channel, self._who, self._progress_all

@@ -1,4 +1,4 @@
-"""What every transport does, whatever it is: the sending and the receiving side of buckets, and what goes wrong in all of them.
+"""The protocol of all transports: the sending and the receiving side of buckets, and their errors.
 
 All methods but `abort` and `close` raise TransportError: aborted by another side, over the deadline, or damaged. Opened by
 open.py.
@@ -23,8 +23,8 @@ class DamagedError(TransportError):
     """Buckets of a stage, by index, whose digests differ from the sender's."""
 
     def __init__(self, stage: StagePlan, buckets: list[int]) -> None:
-        told = ", ".join(stage.describe(stage.buckets[index]) for index in buckets)
-        super().__init__(f"{told} arrived damaged: its digest differs from the sender's")
+        names = ", ".join(stage.describe(stage.buckets[index]) for index in buckets)
+        super().__init__(f"{names} arrived damaged: its digest differs from the sender's")
         self.buckets = buckets
 
 
@@ -71,7 +71,7 @@ class Reader(Protocol):
         """
 
     def digests(self, stage: int) -> BucketDigests | None:
-        """To which copies out of the stage's current bucket may add its digest; None where that is taken in any case."""
+        """Digests to which copies out of the stage's current bucket may add; None where the reader computes them itself."""
 
     def abort(self, reason: str) -> None:
         """Wake up everyone who waits at the endpoints; the first reason stays."""

@@ -35,7 +35,7 @@ WORD_CHECKED = WORD_CONSUMED + MAX_READERS  # for how many buckets the digests t
 
 
 class Segment:
-    """A mapped segment, for writer, readers and whoever watches. `path` is for other processes of the same user."""
+    """A mapped segment, for writer, readers and observers. `path` is for other processes of the same user."""
 
     def __init__(self, path: Path) -> None:
         """Raises TransportError where the path is no segment's, as after its creator's end."""
@@ -85,7 +85,7 @@ class Segment:
 
     @property
     def consumed(self) -> list[int]:
-        """How many buckets each reader has read."""
+        """Number of buckets that each reader has read."""
         return list(self._words[WORD_CONSUMED : WORD_CONSUMED + self._words[WORD_READERS]])
 
     def count_consumed(self, reader: int) -> None:
@@ -107,7 +107,7 @@ class Segment:
 
     @property
     def num_checked(self) -> int:
-        """For how many buckets since the segment was made `announce_checked` was called."""
+        """Number of buckets since the segment was made whose digests are there."""
         return self._words[WORD_CHECKED]
 
     def announce_checked(self, num_buckets: int) -> None:

@@ -29,12 +29,12 @@ _counter = itertools.count()
 
 
 def endpoint_of(scheme: str, segment: Segment) -> str:
-    """Of this segment alone: its path, a file descriptor's, may be that of another one later."""
+    """Unique to this segment: its path, through a file descriptor, may be reused."""
     return f"{scheme}{segment.path}#{next(_counter)}"
 
 
 def segment_path(endpoint: str) -> Path:
-    """Where the segment of an endpoint is mapped from."""
+    """The path from which an endpoint's segment is mapped."""
     return Path(endpoint.partition(":")[2].partition("#")[0])
 
 
@@ -70,7 +70,7 @@ class ShmWriter:
         """Readers come whenever they like."""
 
     def finish(self, deadline: float, check: Callable[[], None]) -> None:
-        """What is published stays until it is read."""
+        """Published buckets stay until they are read."""
 
     def abort(self, reason: str) -> None:
         self.segment.abort(reason)
@@ -107,7 +107,7 @@ class ShmWriter:
             raise TransportError(reason)
 
     def _describe_wait(self, needed: int) -> str:
-        """Which readers hold the sender up: how many buckets they have read since the segment was made, and the next one."""
+        """The readers that the sender waits for: the number of buckets that they have read, and the next one."""
         stage, read = self._stage, []
         for reader, number in enumerate(self.segment.consumed):
             if reader in self.own and number < needed:

@@ -58,7 +58,7 @@ def open_store(address: str) -> Any:
 
 
 def own_address() -> str:
-    """The address under which the other members reach this host: that of the interface which gloo is told to use, if any, else
+    """The address under which the other members reach this host: that of gloo's configured interface, if any, else
     the one with the route to MASTER_ADDR; the loopback's where there is no network.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]

@@ -1,4 +1,4 @@
-"""What changed in a tensor from one version to the next, as few bytes; and the tensor again out of it, bit for bit.
+"""The changes of a tensor from one version to the next in few bytes, and the tensor rebuilt from them, bit for bit.
 
 Elements are whole numbers of their width here, so that NaN and -0.0 are values like others. Of what changed the difference of
 these numbers is kept, which between bf16 weights of two steps is mostly 1 or -1; where few changed, with the gaps between their
@@ -59,7 +59,7 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> tuple[str, bytes]:
 
 
 def encode_changes(changes: Changes) -> tuple[str, bytes]:
-    """As `encode` where few elements changed."""
+    """`encode` for the case that few elements changed."""
     if not len(changes.places):
         return "same", b""
     gaps = np.diff(changes.places, prepend=-1) - 1
@@ -69,7 +69,7 @@ def encode_changes(changes: Changes) -> tuple[str, bytes]:
 
 
 def find_changes(new: torch.Tensor, old: torch.Tensor) -> Changes | None:
-    """Of `new` on any device against `old` in host memory, of the same dtype and shape; None where not few elements changed."""
+    """The changes from `old` in host memory to `new` on any device, of one dtype and shape; None if many elements changed."""
     after, before = _numbers(new), _numbers(old)
     found: list[Changes] = []
     count = 0
@@ -86,7 +86,7 @@ def find_changes(new: torch.Tensor, old: torch.Tensor) -> Changes | None:
 
 
 def add(held: torch.Tensor, changes: Changes) -> None:
-    """To a tensor in host memory, in place."""
+    """Add changes to a tensor in host memory, in place."""
     with np.errstate(over="ignore"):
         words(held)[changes.places] += changes.differences
 
@@ -119,7 +119,7 @@ def apply(tensor: torch.Tensor, encoding: str, data: bytes) -> None:
 
 
 def num_changed(encoding: str, data: bytes, num_elements: int) -> int:
-    """Of `encode`; of a dense one all."""
+    """The number of changed elements in an encoding; all of a dense one."""
     if encoding == "sparse":
         return int(HEADER.unpack_from(data)[0])
     return num_elements if encoding == "dense" else 0

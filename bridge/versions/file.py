@@ -70,8 +70,8 @@ class Header:
 
 def state_of(entries: Iterable[Entry]) -> str:
     """One digest for the names, shapes and values of all tensors."""
-    told = [[each.name, each.dtype, list(each.shape), each.digest] for each in entries]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    fields = [[each.name, each.dtype, list(each.shape), each.digest] for each in entries]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
 def path_of(folder: Path, version: int, stage: int) -> Path:
@@ -88,7 +88,7 @@ def there(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def shapes_of(folder: Path, version: int) -> dict[str, tuple[int, ...]]:
-    """Of every tensor of a version, without reading weights.
+    """The digests of every tensor of a version, without reading weights.
 
     Raises:
         VersionLogError: a file of it is damaged, or one is missing.
@@ -115,7 +115,7 @@ def growing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """So that the name is on the disk as well."""
+    """Flushes a folder's entries, and so the name of a new file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,7 @@ from bridge.versions.file import DELTA, VersionLogError, read_header, there
 
 
 class VersionPruner:
-    """Of all stages' files, by one process."""
+    """Prunes the files of all stages; called by one process."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         """`keep`: the newest so many versions stay, and what they are made of."""

@@ -1,10 +1,10 @@
 """Any version out of a log: from the newest whole one before it, delta after delta, each tensor verified by its digest.
 
     log = VersionReader(run_folder / "versions")
-    log.versions                            # those that all stages have
+    log.versions                            # complete on all stages
     dict(log.tensors(12))                   # VersionLogError where the log is torn, lacks a version or is out of order
 
-Leaves out folders of models (megasync/export.py).
+Leaves out folders of models (megasync/tools/export/command.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bridge.versions.file import DELTA, DIGESTS, Entry, Header, VersionLogError,
 
 
 class VersionReader:
-    """Of one log, as it is now."""
+    """Reads one log, as it was when opened."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._files = folder, there(folder)
@@ -33,12 +33,12 @@ class VersionReader:
 
     @property
     def versions(self) -> list[int]:
-        """Those that every stage has a file of."""
+        """The versions of which every stage has a file."""
         return [version for version, files in self._files.items() if self._is_whole(files)]
 
     @property
     def with_weights(self) -> list[int]:
-        """Of these the ones that hold more than digests: a run may have gone on with another `sync.log`."""
+        """The versions that hold more than digests: a run may have been resumed with another `sync.log`."""
         return [version for version in self.versions if all(header.kind != DIGESTS for header in self._headers(version))]
 
     def _is_whole(self, files: dict[int, Path]) -> bool:
@@ -48,11 +48,11 @@ class VersionReader:
             return False
 
     def digests(self, version: int) -> dict[str, int]:
-        """Of every tensor of a version, without reading weights."""
+        """For every tensor of a version, without reading weights."""
         return {entry.name: entry.digest for header in self._headers(version) for entry in header.entries}
 
     def shapes(self, version: int) -> dict[str, tuple[int, ...]]:
-        """Of every tensor of a version, without reading weights. Raises VersionLogError as `tensors` does."""
+        """For every tensor of a version, without reading weights. Raises VersionLogError as `tensors` does."""
         return {entry.name: entry.shape for header in self._headers(version) for entry in header.entries}
 
     def tensors(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,7 +65,7 @@ class VersionReader:
             yield from self.of_stage(version, header.stage).items()
 
     def _headers(self, version: int) -> list[Header]:
-        """Of all stages."""
+        """The tensors of all stages."""
         if version not in self._files:
             listed = ", ".join(map(str, self.versions[-12:])) or "none"
             raise VersionLogError(f"{self.folder}: has no version {version}; the last there are: {listed}")

@@ -40,7 +40,7 @@ from bridge.versions.file import (
 
 @dataclass(frozen=True)
 class Written:
-    """Of one version; `num_changed` of `num_elements` elements, 0 where that is not looked at."""
+    """Statistics of one version; `num_changed` of `num_elements` elements, 0 where changes are not computed."""
 
     num_bytes: int
     weight_bytes: int
@@ -50,7 +50,7 @@ class Written:
 
 
 class VersionWriter:
-    """Of one stage. A version that failed leaves nothing, and the next is a whole one."""
+    """Writes the log of one stage. A version that failed leaves nothing, and the next one is complete."""
 
     def __init__(self, folder: Path, *, stage: int, num_stages: int, keeps_weights: bool, full_every: int) -> None:
         self.folder, self.stage, self.num_stages = folder, stage, num_stages
@@ -131,7 +131,7 @@ class _Pass:
             self._write_oldest()
 
     def finish(self) -> None:
-        """What is under way into the file."""
+        """Entries that are being written to the file."""
         while self._under_way:
             self._write_oldest()
 

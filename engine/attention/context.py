@@ -96,7 +96,7 @@ def shard_microbatches(microbatches: list[MicroBatch], parallel: ParallelConfig)
 
 
 class _Gather(torch.autograd.Function):
-    """To all tokens in the order of the packing; the gradient of all ranks is summed, or is the same on each."""
+    """All ranks' tokens in the order of the packing; gradients are summed over ranks, or equal on each."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, part: ContextPart, sums: bool) -> torch.Tensor:

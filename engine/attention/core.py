@@ -1,4 +1,4 @@
-"""What our layer spec plugs into megatron-core: core attention over packed sequences, and a sequence-parallel RMSNorm.
+"""Modules that our layer spec plugs into megatron-core: core attention over packed sequences, a sequence-parallel RMSNorm.
 
 No TransformerEngine, apex or flash-attn. With CUDA, packed sequences in 16 bits go through flash.py; otherwise sequences of
 similar length are padded and batched for torch's attention (dense.py), where a sliding window is a mask. With fusions the rotary
@@ -32,14 +32,14 @@ class CoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.window = softmax_scale, windows.layer_window(config, layer_number)
-        self.rotates = bool(config.no_rope_freq)  # megatron-core was told to leave the rotary embedding out
+        self.rotates = bool(config.no_rope_freq)  # megatron-core is configured to leave the rotary embedding out
 
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *_: Any,  # masks and biases, of which there are none
+        *_: Any,  # masks and biases, which are not used
         packed_seq_params: PackedSeqParams | None = None,
         **__: Any,
     ) -> torch.Tensor:
@@ -62,7 +62,7 @@ class CoreAttention(torch.nn.Module):
         return attended.flatten(1)
 
     def _tables(self, rotary: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of this layer."""
+        """The tables of this layer."""
         return rotary
 
     def _packed(

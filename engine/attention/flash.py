@@ -4,7 +4,7 @@ FlashAttention 3, where it is installed and right for the model's heads, runs un
 a switch for it. It is 1.1 to 2.1 times as fast as the other two, which are otherwise chosen by length (docs/benchmarks.md).
 
 On an H200, with 16 heads of 128 on 2 KV heads and 32 768 tokens, cuDNN 9.19 reaches 627 TFLOP/s forward and 463 backward,
-FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length a call and plans each shape anew, so that sequences are
+FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length per call and plans each new shape, so that sequences are
 padded at their end, where the causal mask keeps what is added out. Neither wants K and V repeated for grouped queries.
 Windows go through varlen_attn, which skips what lies outside of them: scaled_dot_product_attention has none for cuDNN. So do
 heads above 128, which cuDNN takes in some versions and on some devices only.
@@ -143,7 +143,7 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 @cache
 def _grouped_queries() -> dict[str, Any]:
-    """How varlen_attn is told that there are fewer heads of K and V: torch 2.11 takes them as they are."""
+    """The option of varlen_attn for fewer heads of K and V; torch 2.11 needs none."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

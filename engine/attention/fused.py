@@ -31,7 +31,7 @@ def describe(fusions: str) -> str:
 
 
 def problem() -> str | None:
-    """Of this process, which has used the kernels: a line where torch's compiler has made none of them."""
+    """A warning, after the kernels were used in this process, if torch's compiler has made none of them."""
     if not device.compiles() or torch._dynamo.utils.counters["frames"]["ok"]:
         return None
     return "engine.fusions: torch has compiled none of the kernels above, so that steps are slower; TORCH_LOGS=+dynamo says why"
@@ -103,7 +103,7 @@ def rotate(
 def rotate_plainly(
     query: torch.Tensor, key: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rotate`, without a kernel of its own."""
+    """`rotate` without a separate kernel."""
     return _rotated(query, *tables), _rotated(key, *tables)
 
 

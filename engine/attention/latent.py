@@ -34,7 +34,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rotation(NamedTuple):
-    """Of a model's rotary embedding."""
+    """The rotation of a model's rotary embedding."""
 
     frequencies: torch.Tensor  # float32 [turned elements of a head / 2]
     factor: float  # of cosine and sine
@@ -108,7 +108,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         if config.perform_initialization:
             config.init_method(self.weight)
-        if config.sequence_parallel:  # finalize_model_grads.py:354 sums over tensor-parallel ranks what says so
+        if config.sequence_parallel:  # finalize_model_grads.py:354 sums parameters with this flag over tensor-parallel ranks
             self.weight.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: for a `rope_type` out of ROPE_TYPES, or one that scales logits of which rotary embedding makes a part only;
-            megasync/hf/folder.py says the same before anything starts.
+            megasync/models/folder.py says the same before anything starts.
     """
     scaled = None if hf_config.model_type in LATENT_FAMILIES else scaling(hf_config)
     if scaled is None or scaled[1] == 1.0:
@@ -68,7 +68,7 @@ class RotaryTable(RotaryEmbedding):  # type: ignore[misc]
 
 
 def set_frequencies(model: Any, hf_config: Any) -> None:
-    """Of a GPTModel that has not yet run. Multi-latent attention has its own (latent.py)."""
+    """Set the frequencies of a GPTModel that has not yet run. Multi-latent attention has its own (latent.py)."""
     if hf_config.model_type in LATENT_FAMILIES:
         return
     embedding = model.rotary_pos_emb

@@ -1,6 +1,6 @@
 """Sliding windows: to how many tokens each layer attends, as transformers 5.19 reads a config.json. No torch in here.
 
-Leaves out attention itself (core.py, flash.py, context.py) and what is refused (megasync/hf/features.py).
+Leaves out attention itself (core.py, flash.py, context.py) and what is refused (megasync/models/features.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def layer_types(fields: Mapping[str, Any]) -> list[str]:
 
 
 def layer_windows(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of each layer the tokens that one attends to, itself counted (masking_utils.py:sliding_window_overlay); 0: all."""
+    """For each layer the tokens that one attends to, itself included (masking_utils.py:sliding_window_overlay); 0: all."""
     size = window(fields)
     return tuple(size if kind == SLIDING else 0 for kind in layer_types(fields))
 

@@ -1,7 +1,7 @@
 """A batch's samples as a table, and some of them packed into a micro-batch. `pack` alone makes tensors.
 
 Samples of a micro-batch are concatenated (thd) and padded at the end only, to the multiple that sequence parallelism needs.
-Leaves out which samples those are (plan.py), the loss (loss.py) and who sends the tokens.
+Leaves out the choice of samples (plan.py), the loss (loss.py) and the transport of tokens.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch.packed import NO_EXPERT, PackedSequences
-from engine.sample import TOKEN_ARRAYS, BoolArray, Sample
+from engine.sample import TOKEN_ARRAYS, BoolArray, FloatArray, Sample
 
 COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in (*TOKEN_ARRAYS, "routed_experts", "is_sampled"))
 
 
 @dataclass(frozen=True, eq=False)
 class SampleTable:
-    """A batch of n samples: what is small is there of all of them, as arrays [n]; tokens of those that this rank needs."""
+    """A batch of n samples: small fields of all of them, as arrays [n], and the tokens of the samples that this rank needs."""
 
     prompt_lengths: npt.NDArray[np.int64]
     response_lengths: npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class SampleTable:
 
     @staticmethod
     def from_samples(samples: Sequence[Sample] | SampleTable) -> SampleTable:
-        """The table of samples that are all here; a table stays as it is."""
+        """The table of samples that this rank has; a table is returned unchanged."""
         if isinstance(samples, SampleTable):
             return samples
         return SampleTable(
@@ -62,7 +62,7 @@ class SampleTable:
 
     @property
     def members(self) -> npt.NDArray[np.int64]:
-        """Which member of all groups each sample is of, from 0: consecutive samples that share group and member are of one."""
+        """The member of each sample, counted over all groups from 0; consecutive samples of one group and member share it."""
         group, member = self.columns["group"], self.columns["member"]
         is_next = (group[1:] != group[:-1]) | (member[1:] != member[:-1]) | (member[1:] < 0)
         return np.concatenate([np.zeros(min(1, len(self)), np.int64), np.cumsum(is_next, dtype=np.int64)])
@@ -81,7 +81,7 @@ class SampleTable:
         )
 
     def only(self, indices: Iterable[int]) -> SampleTable:
-        """Without the tokens of all samples but these."""
+        """With the tokens of these samples only."""
         kept: list[Sample | None] = [None] * len(self)
         for index in indices:
             kept[index] = self.samples[index]
@@ -91,7 +91,7 @@ class SampleTable:
 def _routed(samples: Sequence[Sample]) -> tuple[int, int, str] | None:
     arrays = [sample.routed_experts for sample in samples if len(sample.routed_experts)]
     forms = {(*array.shape[1:], str(array.dtype)) for array in arrays}
-    assert len(forms) <= 1, "all samples come of one model"
+    assert len(forms) <= 1, "all samples come from one model"
     return next(iter(forms), None)
 
 
@@ -116,7 +116,7 @@ class MicroBatch:
     member_tokens: torch.Tensor  # float32 [samples, at least 1]: sampled tokens of all samples of each one's member
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
     old_log_probs: torch.Tensor | None = None  # float32 [T], where they are computed before the update
-    policy_log_probs: torch.Tensor | None = None  # float32 [T]: those that the update has taken for the old ones
+    policy_log_probs: torch.Tensor | None = None  # float32 [T]: the old log-probs that the update has used
     reference_log_probs: torch.Tensor | None = None  # float32 [T]
     own_choice_log_probs: torch.Tensor | None = None  # float32 [T], with the experts that the trainer's routers choose
 
@@ -125,54 +125,71 @@ class MicroBatch:
         return len(self.mask)
 
 
+class _Arrays(NamedTuple):
+    """The values of a packing for each of its T tokens."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    mask: FloatArray
+    advantages: FloatArray
+    rollout_log_probs: FloatArray
+    routed_experts: npt.NDArray[np.int16] | None
+
+    @staticmethod
+    def empty(num_tokens: int, routed: tuple[int, int, str] | None) -> _Arrays:
+        tokens, labels = (np.zeros(num_tokens, np.int64) for _ in range(2))
+        mask, advantages, log_probs = (np.zeros(num_tokens, np.float32) for _ in range(3))
+        experts = None if routed is None else np.full((num_tokens, *routed[:2]), NO_EXPERT, np.int16)
+        return _Arrays(tokens, labels, mask, advantages, log_probs, experts)
+
+    def put(self, sample: Sample, begin: int, advantage: float, *, has_weight: bool) -> None:
+        """Write a sample's values, beginning at token `begin`."""
+        end = begin + sample.num_tokens
+        self.tokens[begin:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
+        self.labels[begin : end - 1] = self.tokens[begin + 1 : end]
+        self.advantages[begin:end] = advantage
+        predictions = slice(end - len(sample.response_ids) - 1, end - 1)
+        if has_weight:
+            self.mask[predictions] = sample.is_sampled if len(sample.is_sampled) else 1.0
+        if len(sample.rollout_log_probs):
+            self.rollout_log_probs[predictions] = sample.rollout_log_probs
+        if self.routed_experts is not None:
+            self.routed_experts[begin : end - 1] = sample.routed_experts if len(sample.routed_experts) else 0
+
+
 def pack(
     table: SampleTable, indices: list[int], multiple: int, device: torch.device, sequence_multiple: int = 1
 ) -> MicroBatch:
-    """Concatenate the samples `indices`, whose tokens must be here; pad with token 0 to a multiple of `multiple`.
+    """Concatenate the samples `indices`, whose tokens this rank must have; pad with token 0 to a multiple of `multiple`.
 
-    Each sample is padded to one of `sequence_multiple`, of which `multiple` has to be one: its sequence then ends in padding.
+    Each sample is padded to a multiple of `sequence_multiple`, which divides `multiple`: its sequence then ends in padding.
     Empty `indices` give a micro-batch of the first sample with no weight, so that every rank runs the same number of passes.
     """
-    chosen = indices or [0]
-    lengths = table.lengths[chosen].tolist()
-    spans = [length + -length % sequence_multiple for length in lengths]
-    padding = -sum(spans) % multiple
-    starts = [0, *np.cumsum(spans).tolist()]
-    members = table.members
-    member_tokens = np.bincount(members, table.sampled_lengths)[members[chosen]].astype(np.float32)
-    positions = np.concatenate([np.arange(span) for span in (*spans, padding)])
-    tokens, labels = np.zeros_like(positions), np.zeros_like(positions)
-    segment = np.repeat([*range(len(spans)), len(spans) - 1], [*spans, padding])
-    mask, advantages, rollout_log_probs = (np.zeros(len(positions), np.float32) for _ in range(3))
-    routed = None if table.routed is None else np.full((len(positions), *table.routed[:2]), NO_EXPERT, np.int16)
-    for index, begin, length in zip(chosen, starts, lengths, strict=False):
-        sample, end = table.samples[index], begin + length
-        assert sample is not None, f"the tokens of sample {index} are on another rank"
-        tokens[begin:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
-        labels[begin : end - 1] = tokens[begin + 1 : end]
-        advantages[begin:end] = table.advantages[index]
-        predictions = slice(end - len(sample.response_ids) - 1, end - 1)
-        if indices:
-            mask[predictions] = sample.is_sampled if len(sample.is_sampled) else 1.0
-        if len(sample.rollout_log_probs):
-            rollout_log_probs[predictions] = sample.rollout_log_probs
-        if routed is not None:
-            routed[begin : end - 1] = sample.routed_experts if len(sample.routed_experts) else 0
 
     def on_device(values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
 
+    chosen = indices or [0]
+    spans = [length + -length % sequence_multiple for length in table.lengths[chosen].tolist()]
+    padding = -sum(spans) % multiple
+    starts = [0, *np.cumsum(spans).tolist()]
+    member_tokens = np.bincount(table.members, table.sampled_lengths)[table.members[chosen]].astype(np.float32)
+    arrays = _Arrays.empty(sum(spans) + padding, table.routed)
+    for index, begin in zip(chosen, starts, strict=False):
+        sample = table.samples[index]
+        assert sample is not None, f"the tokens of sample {index} are on another rank"
+        arrays.put(sample, begin, table.advantages[index], has_weight=bool(indices))
     return MicroBatch(
         samples=indices,
-        tokens=on_device(tokens)[None],
-        labels=on_device(labels)[None],
-        position_ids=on_device(positions)[None],
+        tokens=on_device(arrays.tokens)[None],
+        labels=on_device(arrays.labels)[None],
+        position_ids=on_device(np.concatenate([np.arange(span) for span in (*spans, padding)]))[None],
         sequences=PackedSequences.from_lengths([*spans, *([padding] if padding else [])], device),
-        mask=on_device(mask),
+        mask=on_device(arrays.mask),
         starts=starts[:-1],
-        segment=on_device(segment),
-        advantages=on_device(advantages),
-        rollout_log_probs=on_device(rollout_log_probs),
+        segment=on_device(np.repeat([*range(len(spans)), len(spans) - 1], [*spans, padding])),
+        advantages=on_device(arrays.advantages),
+        rollout_log_probs=on_device(arrays.rollout_log_probs),
         member_tokens=on_device(member_tokens),
-        routed_experts=None if routed is None else on_device(routed),
+        routed_experts=None if arrays.routed_experts is None else on_device(arrays.routed_experts),
     )

@@ -1,4 +1,4 @@
-"""What the parts of a step cost, in multiplications by weights and of attention. Pure functions; no torch in here.
+"""The cost of a step's parts, in multiplications by weights and of attention. Pure functions; no torch in here.
 
 Each counts a token's, forward; the backward pass has twice as many, of all parts. `config` is megatron-core's TransformerConfig.
 """
@@ -25,7 +25,7 @@ def _attention_columns(config: Any) -> float:
 
 
 def _attention_size(config: Any) -> float:
-    """Of all heads together the dim of queries, or the mean of that and of values."""
+    """The dim of queries over all heads, or the mean of the dims of queries and of values."""
     if not config.multi_latent_attention:
         return float(config.num_attention_heads * config.kv_channels)
     return float(config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim) / 2)
@@ -46,7 +46,7 @@ def output_cost(config: Any, vocabulary_size: int) -> float:
 
 
 def attention_costs(lengths: npt.NDArray[np.int64], windows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Of sequences' causal attention matrices, the mean of all layers: without a window the square of the tokens.
+    """The size of sequences' causal attention matrices, averaged over layers: without a window the square of the tokens.
 
     `windows`: of each layer the tokens that one attends to, 0 where it has no window.
     """

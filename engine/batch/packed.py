@@ -1,4 +1,4 @@
-"""How a micro-batch's tokens lie in memory: sequences end to end, a context rank's part, and what routers are given.
+"""How a micro-batch's tokens lie in memory: sequences end to end, a context rank's part, and the routers' input.
 
 Data alone, which batches, attention and routers share. Leaves out who fills it in (batch.py, context.py, router.py).
 """
@@ -22,13 +22,13 @@ NO_EXPERT = -1
 
 
 def offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """Where each sequence starts and the last ends, int32 [sequences + 1]."""
+    """The start of each sequence and the end of the last, int32 [sequences + 1]."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
 
 
 @dataclass
 class Routing:
-    """What the routers are told of a micro-batch of T tokens, padding included, or of a context rank's part of them."""
+    """The routers' input of a micro-batch of T tokens, padding included, or of a context rank's part of them."""
 
     counts: torch.Tensor  # bool [T]: false for padding, and for all of a stand-in
     scale: float  # of the load-balancing loss: share of the mini-batch's tokens x number of micro-batches x data-parallel size
@@ -36,7 +36,7 @@ class Routing:
     experts: torch.Tensor | None = None
 
     def part(self, positions: torch.Tensor) -> Routing:
-        """Of the tokens at `positions`, int64 [*], such as a context rank's."""
+        """The routing of the tokens at `positions`, int64 [*], such as a context rank's."""
         experts = None if self.experts is None else self.experts[positions]
         return dataclasses.replace(self, counts=self.counts[positions], experts=experts)
 
@@ -50,7 +50,7 @@ def own_positions(lengths: Sequence[int], rank: int, size: int) -> npt.NDArray[n
 
 
 def own_chunks(lengths: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
-    """Of each chunk where its sequence starts and where the chunk ends, both in the packing, and its number of tokens."""
+    """For each chunk the start of its sequence and the end of the chunk, both in the packing, and its number of tokens."""
     found, start = [], 0
     for length in lengths:
         tokens, rest = divmod(length, 2 * size)
@@ -101,7 +101,7 @@ class ContextPart:
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a packed batch, and its layout for scaled_dot_product_attention."""
 
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # where attention of ours rotates: see PipelineRunner
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # where our own attention rotates: see PipelineRunner
     lengths: tuple[int, ...] = ()  # of each sequence
     context: ContextPart | None = None  # which of the tokens this context-parallel rank has; all else is of whole sequences
     routing: Routing | None = None  # for the routers of layers with experts

@@ -1,4 +1,4 @@
-"""Which samples make a micro-batch: balanced in tokens, or in what they cost. Pure functions of lengths.
+"""The samples of each micro-batch, balanced in tokens or in cost. Pure functions of lengths.
 
 Every rank computes the same plan from the same lengths, so that no plan is communicated; a rank needs the tokens of those
 samples alone that the plan gives it. Leaves out how they are packed (batch.py).
@@ -67,14 +67,14 @@ def _balance(
 
 @dataclass(frozen=True)
 class Balance:
-    """What micro-batches have the same of, and of what their number is a multiple."""
+    """The quantity in which micro-batches are balanced, and the multiple of their number."""
 
     multiple: int = 1
     attention_length: float = math.inf  # of a sequence whose attention matrices cost as much as all else, without windows
     windows: tuple[int, ...] = ()  # of each layer, 0 where it has none; (): no layer has one
 
     def costs(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What sequences of these lengths cost: their tokens or, with a finite `attention_length`, their FLOPs in some unit."""
+        """The cost of sequences of these lengths: their tokens or, with a finite `attention_length`, their FLOPs in some unit."""
         if not self.by_cost:
             return lengths
         if not any(self.windows):

@@ -6,11 +6,12 @@
                               random_00000.pt             a rank's random states: tensors, numbers and text only
                               index.json                  which file has which part of which tensor, schedule, layout
 
-A checkpoint is written under a temporary name and renamed when every rank is done, so a folder named step_* is whole.
-Resuming builds the engine from `engine_arguments(folder)` and then calls `restore`. With the same layout it goes on bit for bit;
-with another one all tensors are the same and random states are derived anew. Leaves out another dtype and other adapters.
+A checkpoint is written under a temporary name and renamed when every rank is done: a folder named step_* is complete.
+Resuming builds the engine from `engine_arguments(folder)` and then calls `restore`. With the same layout it continues bit for
+bit; with another one all tensors are the same and random states are derived from the checkpoint's. Leaves out another dtype and
+other adapters.
 
-saving.py     save: what is written, and when it gets its name
+saving.py     save: writes the files, then renames the folder
 folder.py     names of checkpoints, what an index says of the run that wrote it; restore
 state.py      files of main weights and optimizer state: each rank writes what it has and reads what it needs
 shards.py     which part of which tensor of the whole model each of a rank's optimizer parameters is, as boxes

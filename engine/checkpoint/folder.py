@@ -62,12 +62,12 @@ def index_header(engine: Engine, step: int) -> dict[str, Any]:
 
 
 def model(engine: Engine) -> dict[str, Any]:
-    """What must match on resume."""
+    """The values that must match on resume."""
     return model_of(str(engine.mbridge.dtype).removeprefix("torch."), engine.config.lora)
 
 
 def layout(engine: Engine) -> dict[str, int]:
-    """What each rank's random states belong to."""
+    """The place in the layout that a rank's random states belong to."""
     own = engine.layout
     return {
         "ranks": own.world_size,
@@ -106,14 +106,14 @@ def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:
     if steps_since:
         engine.schedule.step(increment=steps_since * engine.algorithm.steps_per_batch)
         derive_random_state((index["random_seed"] + steps_since) % 2**32)
-        return f"resumed with weights of {steps_since} steps after {folder.name}, whose optimizer goes on from them"
+        return f"resumed with weights of {steps_since} steps after {folder.name}, with the older optimizer state"
     if random_state is not None:
         set_random_state(random_state)
         return None
     derive_random_state(index["random_seed"])
     former = index["layout"]
     changed = ", ".join(f"{key} {former.get(key)} -> {value}" for key, value in now.items() if former.get(key) != value)
-    return f"resumed with another layout ({changed}): random states are derived anew from the checkpoint's"
+    return f"resumed with another layout ({changed}): random states are derived from the checkpoint's"
 
 
 def _check_tensors(folder: Path, reader: Reader, shards: list[Shard]) -> None:
@@ -126,8 +126,8 @@ def _check_tensors(folder: Path, reader: Reader, shards: list[Shard]) -> None:
     names = {name for each in everyone for name in each["names"]}
     found |= {f"{name} is not in this model" for name in reader.index if name not in names}
     if found:
-        told = "; ".join(sorted(found)[:MAX_NAMED])
-        raise ValueError(f"{folder}: cannot be resumed, {len(found)} tensors do not fit: {told}")
+        texts = "; ".join(sorted(found)[:MAX_NAMED])
+        raise ValueError(f"{folder}: cannot be resumed, {len(found)} tensors do not fit: {texts}")
 
 
 @contextmanager
@@ -140,8 +140,8 @@ def _failing_together() -> Iterator[None]:
         mine = error
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine and str(mine))
-    if told := next(filter(None, everyone), ""):
-        raise ValueError(told) from mine
+    if text := next(filter(None, everyone), ""):
+        raise ValueError(text) from mine
 
 
 def _read_random_state(folder: Path, engine: Engine) -> dict[str, Any]:

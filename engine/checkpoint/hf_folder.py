@@ -30,7 +30,7 @@ Digest = Callable[[torch.Tensor], int]
 
 @dataclass(frozen=True)
 class Share:
-    """Which of a stage's files are this rank's: one of every `size`, the number of ranks that share them."""
+    """This rank's share of a stage's files: one of every `size`, the number of ranks that share them."""
 
     stage: int
     index: int = 0
@@ -39,7 +39,7 @@ class Share:
 
     @classmethod
     def of(cls, layout: Layout, file_bytes: int = FILE_BYTES) -> Share:
-        """Of all ranks of a stage."""
+        """The share of each rank of a stage."""
         index = layout.copy_rank * layout.tensor_size + layout.tensor_rank
         return cls(layout.pipeline_rank, index, layout.world_size // layout.pipeline_size, file_bytes)
 
@@ -128,5 +128,5 @@ def _of_weights(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     """
     parts = {name: value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)}
     nested = {name: _of_weights(part, dtype) for name, part in parts.items() if {"dtype", "torch_dtype"} & part.keys()}
-    told = {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in fields else {})}
-    return {**fields, **told, **nested, **{name: 0 for name in PREDICTORS if fields.get(name)}}
+    dtypes = {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in fields else {})}
+    return {**fields, **dtypes, **nested, **{name: 0 for name in PREDICTORS if fields.get(name)}}

@@ -35,11 +35,11 @@ GROUP_TIMEOUT = timedelta(days=1)  # files may take their time
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank, with what each rank says."""
+    """A checkpoint could not be written; raised on every rank, with the texts of all ranks."""
 
 
 class Save:
-    """A checkpoint on its way to the disk. `wait` in any case; every rank does."""
+    """A checkpoint that is being written. Every rank has to call `wait`."""
 
     def __init__(self, folder: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
         """`write`: writes what is in host memory. If it is to run beside the training, it uses no device."""
@@ -61,7 +61,7 @@ class Save:
         """Wait until the checkpoint is whole; returns its folder.
 
         Raises:
-            CheckpointError: a rank failed; nothing of the folder is there.
+            CheckpointError: a rank failed; the folder is deleted.
         """
         self._join()
         if self._error is not None:
@@ -69,7 +69,7 @@ class Save:
         return self.folder
 
     def give_up(self, seconds: float) -> None:
-        """Wait so long at most and whatever comes of it: for a rank that ends with an error."""
+        """Wait for at most `seconds`, and ignore the result: for a rank that ends with an error."""
         self._join(seconds)
 
     def _join(self, seconds: float | None = None) -> None:
@@ -90,45 +90,37 @@ def save(  # noqa: PLR0913
     asynchronous: bool = False,
     file_bytes: int = hf_folder.FILE_BYTES,
 ) -> Save:
-    """Write the checkpoint of `step`, then drop all but the newest `keep`. Every rank calls, and has waited for the one before.
+    """Write the checkpoint of `step`, then delete all but the newest `keep`. Collective, after the previous save has ended.
 
     `weights` is this stage's export, on all of its ranks: each writes a part, and verifies it with a `digest`. With LoRA it is
-    left alone, and the adapter is written; the base model stays in `model_path`. `write_more` is called with the folder on rank
-    0, before this returns. `asynchronous`: all is copied to host memory, and written while the caller goes on.
+    ignored, and the adapter is written; the base model stays in `model_path`. `write_more` is called with the folder on rank
+    0, before this returns. `asynchronous`: all is copied to host memory, and written while the caller continues.
 
     Raises:
-        CheckpointError: on every rank, where rank 0 could not begin; what fails later is told by `Save.wait`.
+        CheckpointError: on every rank, where rank 0 could not begin; later failures are raised by `Save.wait`.
     """
     final, folder = root / f"step_{step:08d}", root / f".partial_step_{step:08d}"
-    has_adapters, rank, header = bool(engine.config.lora.rank), engine.layout.rank, names.index_header(engine, step)
-    group = _writers(dist.group.WORLD)
-
-    def begin() -> None:
-        for leftover in (*root.glob(".partial_*"), *root.glob(".old_*")):
-            shutil.rmtree(leftover)
-        (folder / ("adapter" if has_adapters else "hf")).mkdir(parents=True)
-        write_more(folder)
-
-    _gather_or_raise(_failure(begin) if rank == 0 else None, group)
+    rank, header, group = engine.layout.rank, names.index_header(engine, step), _writers(dist.group.WORLD)
+    content = "adapter" if engine.config.lora.rank else "hf"
+    _gather_or_raise(_failure(lambda: _begin(root, folder / content, write_more)) if rank == 0 else None, group)
     state_files = state.plan(optimizer_shards(engine), rank)
     part = state.entries(state_files)
-    share = hf_folder.Share.of(engine.layout, file_bytes)
+    hf_files = hf_folder.files(weights, hf_folder.Share.of(engine.layout, file_bytes), digest)  # a generator
     jobs: Iterator[Job] = itertools.chain(
         [_random_states(folder / random_file(rank))],
         _state(engine, folder, state_files),
-        _adapter(engine, folder) if has_adapters else _hf_folder(folder, hf_folder.files(weights, share, digest), digest),
+        _adapter(engine, folder) if content == "adapter" else (partial(file.write, folder / "hf", digest) for file in hf_files),
     )
+    pending = list(jobs) if asynchronous else jobs
 
     def finish(index: dict[str, Any]) -> None:
         _complete(folder, engine.config.lora, model_path, {**header, "tensors": index})
         _commit(folder, final, keep)
 
-    pending = list(jobs) if asynchronous else jobs
-
     def write() -> None:
         try:
             _write(pending, part, group, finish)
-        except CheckpointError:  # by now all ranks have written what they could: where the disk is full there is room again
+        except CheckpointError:  # all ranks have stopped writing: make room again on a full disk
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -136,12 +128,20 @@ def save(  # noqa: PLR0913
     return Save(final, write, asynchronous=asynchronous)
 
 
+def _begin(root: Path, content: Path, write_more: Callable[[Path], None]) -> None:
+    """Delete leftovers of killed saves, and make the folder of the weights in a new checkpoint's folder."""
+    for leftover in (*root.glob(".partial_*"), *root.glob(".old_*")):
+        shutil.rmtree(leftover)
+    content.mkdir(parents=True)
+    write_more(content.parent)
+
+
 Job = Callable[[], Path]
-"""Writes a file out of host memory; its path."""
+"""Writes a file from host memory and returns its path."""
 
 
 def _random_states(path: Path) -> Job:
-    """Those of now. Through memory, since torch.save does not say why a file cannot be written."""
+    """The current random states. Through memory, since torch.save does not say why a file cannot be written."""
     buffer = io.BytesIO()
     torch.save(random_state(), buffer)
 
@@ -158,10 +158,6 @@ def _state(engine: Engine, folder: Path, files: list[tuple[str, list[Shard]]]) -
             yield partial(_write_tensors, folder / name, state.host_tensors(shards))
 
 
-def _hf_folder(folder: Path, files: Iterable[hf_folder.File], digest: hf_folder.Digest | None) -> Iterator[Job]:
-    return (partial(file.write, folder / "hf", digest) for file in files)
-
-
 def _adapter(engine: Engine, folder: Path) -> Iterator[Job]:
     name, tensors = factors.stage_file(engine.layout.pipeline_rank, engine.adapter_tensors())
     if tensors:
@@ -169,9 +165,9 @@ def _adapter(engine: Engine, folder: Path) -> Iterator[Job]:
 
 
 def _write(jobs: Iterable[Job], part: dict[str, Any], group: Any, finish: Callable[[dict[str, Any]], None]) -> None:
-    """Write this rank's files; when all have theirs, rank 0 does the rest. A failure of any rank is every rank's."""
+    """Write this rank's files; when all ranks have, rank 0 calls `finish`. A failure of any rank is raised on every rank."""
     failure: Exception | None = None
-    for job in jobs:  # to the end, also after a failure: the other ranks take part in it
+    for job in jobs:  # to the end, also after a failure: making jobs runs collectives
         if failure is None:
             failure = _failure(lambda: flush(job()))  # noqa: B023 # called at once
     parts = _gather_or_raise(failure or part, group)
@@ -179,7 +175,7 @@ def _write(jobs: Iterable[Job], part: dict[str, Any], group: Any, finish: Callab
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:
-    """What `work` raised, for `_gather_or_raise`."""
+    """The exception that `work` raised, for `_gather_or_raise`."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - handed on to every rank
@@ -193,18 +189,17 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def _gather_or_raise(mine: dict[str, Any] | Exception | None, group: Any) -> list[Any]:
-    """What every rank has to tell.
+    """The values of every rank.
 
     Raises:
-        CheckpointError: some rank has a failure to tell.
+        CheckpointError: the value of some rank is an exception.
     """
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine, group=group)
-    failed = {rank: told for rank, told in enumerate(everyone) if isinstance(told, str)}
-    if failed:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    problems = [f"rank {rank}: {value}" for rank, value in enumerate(everyone) if isinstance(value, str)]
+    if problems:
         cause = mine if isinstance(mine, Exception) else None
-        raise CheckpointError(f"the checkpoint was not written: {told}") from cause
+        raise CheckpointError(f"the checkpoint was not written: {'; '.join(problems)}") from cause
     return everyone
 
 
@@ -215,7 +210,7 @@ def _writers(world: Any) -> Any:  # noqa: ARG001 # the key of the cache
 
 
 def _complete(folder: Path, lora: LoraConfig, model_path: Path, index: dict[str, Any]) -> None:
-    """What rank 0 adds to the files of all ranks: the model's other files, and last the index, which names every file."""
+    """Add the model's other files to those of all ranks, and last the index, which names every file. On rank 0."""
     if lora.rank:
         factors.finish_folder(folder / "adapter", lora, model_path)
     else:
@@ -225,10 +220,10 @@ def _complete(folder: Path, lora: LoraConfig, model_path: Path, index: dict[str,
 
 
 def _commit(folder: Path, final: Path, keep: int) -> None:
-    """Bring the folder onto the disk, then give it its name; then drop the oldest."""
+    """Flush the folder to the disk and rename it; then delete the oldest."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
-    former = _set_aside(final) if final.exists() else None  # a resumed run comes by the same step again
+    former = _set_aside(final) if final.exists() else None  # a resumed run may save the same step again
     folder.rename(final)
     flush(final.parent)
     aside = [former] if former else []
@@ -237,7 +232,7 @@ def _commit(folder: Path, final: Path, keep: int) -> None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """To be removed, under another name: what is called step_* is whole."""
+    """Rename a folder that will be deleted: a folder named step_* is always complete."""
     return folder.rename(folder.with_name(f".old_{folder.name}"))
 
 

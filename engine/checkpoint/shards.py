@@ -1,4 +1,4 @@
-"""Which part of which tensor of the whole model each of this rank's optimizer parameters is, in any layout and wrap.
+"""Maps each of this rank's optimizer parameters to its part of a tensor of the whole model, in any layout and wrap.
 
 A tensor of the whole model has megatron-core's name with the layer counted over all stages, and a shape that no layout changes:
 [rows, columns]; [2, rows, columns] where gate and up are one linear; [experts, ...] where a layer has experts. Data parallelism
@@ -81,7 +81,7 @@ def pieces(dims: list[Dim], start: int, end: int) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one parameter of a torch optimizer is of a tensor of the whole model."""
+    """The part of a tensor of the whole model that one parameter of a torch optimizer holds."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -107,7 +107,7 @@ class _Source(NamedTuple):
 
 
 def optimizer_shards(engine: Engine) -> list[Shard]:
-    """Of every parameter that this rank's optimizers step, in their order."""
+    """The shards of every parameter that this rank's optimizers step, in their order."""
     return [_shard(engine, source) for source in SOURCES[engine.config.wrap](engine)]
 
 
@@ -156,7 +156,7 @@ def _shard(engine: Engine, source: _Source) -> Shard:
 
 
 def _dims(engine: Engine, name: str, weight: Any) -> list[Dim]:
-    """How this rank's shard of a parameter lies in the whole tensor; the shard's elements in their order."""
+    """The boxes of the whole tensor that this rank's shard of a parameter covers, in the order of its elements."""
     num_experts = getattr(weight, "num_local_experts", 0)
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if num_experts:

@@ -6,5 +6,6 @@ stages.py      which layers each stage of the pipeline has (pure functions, no t
 vocabulary.py  a vocabulary that tensor parallelism does not divide
 recompute.py   what the backward pass computes again
 exact.py       the layers under model.exact
+head.py        the output layer: its product, and reading its logits chunk by chunk
 lora.py        low-rank adapters on the frozen linears
 """

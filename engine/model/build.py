@@ -12,26 +12,32 @@ import math
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import transformers.utils
 from safetensors import safe_open
 
 from engine.attention import context, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
-from engine.model import exact, families, gemma, recompute, stages, vocabulary
+from engine.model import exact, families, gemma, head, recompute, stages, vocabulary
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.plan import Balance
-from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
+from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
 from engine.runtime.megatron import get_gpt_decoder_block_spec
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
+NOT_USED = {
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,64 +111,44 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
 
 
-def read_config(folder: str | Path) -> Any:
-    """transformers' config of a model folder.
-
-    transformers 5.19 writes the docstring of a class of configs as it imports the class, and for that it imports all that it has
-    models of (utils/auto_docstring.py:4439): a sixth of a rank's start. Here there are no docstrings.
-    """
-
-    def as_it_is(decorated: Any = None, **_: Any) -> Any:
-        return as_it_is if decorated is None else decorated
-
-    with mock.patch.object(transformers.utils, "auto_docstring", as_it_is, create=True):
-        return AutoConfig.from_pretrained(folder)
-
-
 def build_mbridge(
     model: ModelConfig,
     engine: EngineConfig,
-    load_balancing: float = 0.0,
-    router_bias_update_rate: float = 0.0,
+    algorithm: AlgorithmConfig | None = None,
     *,
     adds_gradients: bool = False,
 ) -> Bridge:
     """mbridge's bridge for the folder, configured for the parallel layout; needs the process groups.
 
-    `load_balancing`, `router_bias_update_rate`: see AlgorithmConfig. `adds_gradients`: linears add those of their weights to the
-    main gradients themselves (kernels.py).
+    `algorithm`: for the routers' training. `adds_gradients`: linears add their weights' gradients to the main gradients
+    themselves (kernels.py).
     """
-    hf_config = copy.deepcopy(read_config(model.path))
+    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
     families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
     context.check(hf_config, engine.parallel)
     multiple = vocabulary.padding_multiple(hf_config.vocab_size, engine.parallel.tensor)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
-    use_fused, of_family = fused.is_enabled(engine.fusions), families.config_arguments(hf_config)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules
     bridge.keeps_inputs_on_host = engine.recompute_inputs == "host"
     bridge.is_exact = model.exact
+    use_fused, of_family = fused.is_enabled(engine.fusions), families.config_arguments(hf_config)
     bridge.set_extra_args(
         use_cpu_initialization=not device.has_cuda(),
         gradient_accumulation_fusion=adds_gradients,
         # SwiGLU; there is no bias and no dropout, so bias_dropout_fusion has nothing to do
         bias_activation_fusion=use_fused and "activation_func" not in of_family,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
         sequence_parallel=engine.parallel.sequence,
         fp16=model.dtype == "float16",
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         # attention.py:917 then leaves the rotary embedding to CoreAttention
         no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused or model.exact else None,
+        moe_router_bias_update_rate=algorithm.router_bias_update_rate if algorithm is not None else 0.0,
+        **NOT_USED,
         **recompute.config_arguments(engine),
         **_pipeline_arguments(bridge, engine.parallel),
-        **experts.config_arguments(hf_config, load_balancing),
+        **experts.config_arguments(hf_config, algorithm.load_balancing if algorithm is not None else 0.0),
         **of_family,
-        moe_router_bias_update_rate=router_bias_update_rate,
         **rope.config_arguments(hf_config),
         **windows.config_arguments(hf_config),
         **latent.config_arguments(hf_config),
@@ -187,7 +173,7 @@ def pipeline_layers(bridge: Bridge, parallel: ParallelConfig) -> tuple[int, ...]
 
 
 def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
-    """Of micro-batches, which interleaved chunks take in groups of as many as there are stages (schedules.py:957)."""
+    """The balance of micro-batches; interleaved chunks take groups of as many as there are stages (schedules.py:957)."""
     parallel, by_cost = engine.parallel, engine.balance == "cost"
     length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
     of_layers = windows.layer_windows(bridge.hf_config.to_dict()) if by_cost else ()
@@ -208,6 +194,7 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
             data_parallel_random_init=False,
         )
     for chunk in chunks:
+        head.replace_output_layer(gpt_model(chunk))
         rope.set_frequencies(gpt_model(chunk), bridge.hf_config)
         gemma.scale_embeddings(gpt_model(chunk), bridge.hf_config)
         router.route_by_sequences(chunk)
@@ -225,7 +212,7 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
 
 
 def check_finite(chunks: list[torch.nn.Module], path: str | Path) -> None:
-    """ValueError names the first parameter with NaN or infinity, and the folder that it is of."""
+    """Raises a ValueError that names the first parameter with NaN or infinity, and its folder."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if bool(torch.isfinite(parameter).all()):

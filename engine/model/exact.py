@@ -45,7 +45,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor | None = 
 
 
 class _Exact:
-    """Of linears: what megatron-core's classes call for the product (layers.py:1022, :1274)."""
+    """The function of linears that megatron-core's classes call for the product (layers.py:1022, :1274)."""
 
     order: torch.Tensor | None = None
 
@@ -61,7 +61,7 @@ class _Exact:
 
 
 class ExactColumnParallelLinear(_Exact, ColumnParallelLinear):  # type: ignore[misc]
-    """Of one rank."""
+    """On one rank."""
 
 
 class ExactQkvLinear(ExactColumnParallelLinear):
@@ -77,7 +77,7 @@ class ExactQkvLinear(ExactColumnParallelLinear):
 
 
 class ExactRowParallelLinear(_Exact, RowParallelLinear):  # type: ignore[misc]
-    """Of one rank."""
+    """On one rank."""
 
 
 class _Norm(torch.autograd.Function):
@@ -131,7 +131,7 @@ class ExactRecomputingMLP(RecomputingMLP):
 
 
 class ExactAttention(CoreAttention):
-    """Of packed sequences; the rotary embedding is its own."""
+    """Attention over packed sequences, with its own rotary embedding."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -236,7 +236,7 @@ class Rotation:
 
 
 def prepare_machine(chunks: list[torch.nn.Module], hf_config: Any) -> None:
-    """As replicas have it: one thread on CPUs, sums that are not split on GPUs; and a look at what that gives.
+    """The replicas' settings: one thread on CPUs, sums that are not split on GPUs; and a check of their effect.
 
     Raises:
         ValueError: this machine's kernels are not as exactness needs them.

@@ -1,4 +1,4 @@
-"""What tells families apart and mbridge 0.15.1 does not know: whose bridge one takes, and fields that others write otherwise.
+"""Differences between model families that mbridge 0.15.1 lacks: whose bridge a family uses, and fields under other names.
 
 Leaves out the layers (build.py) and rotary embeddings (rope.py).
 """

@@ -48,7 +48,7 @@ def use_layers(layer: Any) -> None:
 
 
 def scale_embeddings(model: Any, hf_config: Any) -> None:
-    """Of a GPTModel; on stages without embeddings nothing. The factor is rounded to their dtype, as transformers rounds it."""
+    """Scale a GPTModel's embeddings, where the stage has them, by a factor rounded to their dtype, as in transformers."""
     if hf_config.model_type != GEMMA or not hasattr(model, "embedding"):
         return
     factor = math.sqrt(hf_config.hidden_size)

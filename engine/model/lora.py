@@ -34,7 +34,7 @@ NamedLinears = Iterator[tuple[str, Any]]
 
 
 class _Adapted:
-    """What both kinds of adapted linear share."""
+    """Common base of both kinds of adapted linears."""
 
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
@@ -122,7 +122,7 @@ class _ExactAdapted(_Adapted):
 
 
 class ExactAdaptedColumnParallelLinear(_ExactAdapted, exact.ExactColumnParallelLinear):
-    """Of the MLP."""
+    """A linear of the MLP."""
 
 
 class ExactAdaptedQkvLinear(_ExactAdapted, exact.ExactQkvLinear):
@@ -130,7 +130,7 @@ class ExactAdaptedQkvLinear(_ExactAdapted, exact.ExactQkvLinear):
 
 
 class ExactAdaptedRowParallelLinear(_ExactAdapted, exact.ExactRowParallelLinear):
-    """Of attention and MLP."""
+    """A linear of attention or MLP."""
 
 
 ADAPTED = {
@@ -191,7 +191,7 @@ def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
 
 
 def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
-    """With the adapters' dropout."""
+    """Enables the adapters' dropout."""
     return _flag(chunks, "lora_training")
 
 
@@ -214,7 +214,7 @@ def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:
 
 
 def _begin_graph(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-    """The first layer's input asks for a gradient, although the embeddings are frozen.
+    """Make the first layer's input require a gradient, although the embeddings are frozen.
 
     megatron-core's recompute gives no gradients where no input wants one (random.py:CheckpointFunction), and Megatron-FSDP
     frees a unit after its backward pass by a hook on its inputs' gradients (megatron_fsdp.py:825).

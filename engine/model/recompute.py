@@ -39,7 +39,7 @@ def use_recomputed_activation(layer: Any) -> None:
 
 
 def keep_inputs_on_host(decoder: torch.nn.Module) -> None:
-    """Of full recompute: what each of a decoder's layers was given waits in host memory for the backward pass.
+    """With full recompute, keep the inputs of a decoder's layers in host memory until the backward pass.
 
     The copies are in order with what the device computes, which nothing has to wait for. Parameters, and what wants no
     gradient, such as the rotary embedding that all layers share, stay where they are.

@@ -1,4 +1,4 @@
-"""Which layers each stage of the pipeline has. Pure functions; no torch in here.
+"""The layers of each stage of the pipeline. Pure functions; no torch in here.
 
 A stage has `virtual_pipeline` chunks of consecutive layers. Chunks are counted in the model's order: chunk c is on stage
 c % pipeline, the first has the embedding, the last the output layer and the loss. Leaves out when they compute: megatron-core's
@@ -49,7 +49,7 @@ def balanced(num_layers: int, num_stages: int, num_chunks: int, output_cost: flo
 
 
 def problem(parallel: ParallelConfig, num_layers: int) -> tuple[str, str] | None:
-    """What is wrong with the stages for a model of so many layers, and the remedy."""
+    """The problem of the stages for a model of this many layers, and the remedy."""
     virtual, layers = parallel.virtual_pipeline, parallel.pipeline_layers
     num_chunks, has = parallel.pipeline * virtual, f"the model has num_hidden_layers = {num_layers}"
     sizes = f"pipeline x virtual_pipeline = {parallel.pipeline} x {virtual}"

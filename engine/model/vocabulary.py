@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def padding_multiple(vocab_size: int, tensor_size: int) -> int | None:
-    """What the padded vocabulary is a multiple of; None where it needs no padding."""
+    """The padded vocabulary is a multiple of this; None where it needs no padding."""
     return ROWS_PER_RANK * tensor_size if vocab_size % tensor_size else None
 
 
@@ -41,7 +41,7 @@ def hide_padding(logits: torch.Tensor, mbridge: Any) -> torch.Tensor:
 def mask_padding(
     function: Callable[Concatenate[torch.Tensor, Rest], Result], mbridge: Any
 ) -> Callable[Concatenate[torch.Tensor, Rest], Result]:
-    """A function of logits, its first argument, that does not see the padding's."""
+    """The function of logits, its first argument, applied to logits without the vocabulary's padding."""
 
     def of_tokens(logits: torch.Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
         return function(hide_padding(logits, mbridge), *args, **kwargs)

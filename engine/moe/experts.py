@@ -28,7 +28,7 @@ from engine.moe.router import Router
 
 
 class Permutation(NamedTuple):
-    """Where the copies of T tokens lie, k of each, sorted by expert and then by token. All int64."""
+    """The positions of the copies of T tokens, k of each, sorted by expert and then by token. All int64."""
 
     choices: torch.Tensor  # [T * k]: which of all choices, token by token, a copy is for
     rows: torch.Tensor  # [T * k]: the token of a copy
@@ -130,7 +130,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         self.moe_layer_recompute = False
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """Where the layer is computed again in the backward pass, with what its router was told in this one."""
+        """The backward pass recomputes the layer, where configured, with the routing of this pass."""
         routing = self.router.token_routing
 
         def run(hidden: torch.Tensor) -> Any:
@@ -248,7 +248,7 @@ def config_arguments(hf_config: Any, load_balancing: float = 0.0) -> dict[str, A
 
 
 def _shared_expert(hf_config: Any) -> dict[str, Any]:
-    """What every token goes through beside its experts: with a gate as in qwen2_moe, or without as in deepseek_v3."""
+    """The experts that every token goes through: with a gate as in qwen2_moe, or without as in deepseek_v3."""
     gated = getattr(hf_config, "shared_expert_intermediate_size", None) or 0
     size = gated or (getattr(hf_config, "n_shared_experts", None) or 0) * getattr(hf_config, "moe_intermediate_size", 0)
     if not size:

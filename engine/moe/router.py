@@ -1,10 +1,10 @@
-"""The router of our expert layers: megatron-core's, told of each micro-batch which tokens count and which experts they had.
+"""The router of our expert layers: megatron-core's, with each micro-batch's mask of tokens and their given experts.
 
 The load-balancing loss (Switch Transformer, arXiv:2101.03961) is megatron-core's, of a micro-batch's tokens without padding; each
 micro-batch counts as its share of the mini-batch's tokens, so that it is a mean over tokens. With the experts that a rollout
 had (Rollout Routing Replay, arXiv:2510.11370) a token goes through those; their weights are made of this router's own scores,
 as the family makes them, and have gradients. megatron-core's RouterReplay keeps what it replays in one global list, in the
-order of backward passes; here every pass of a layer is told, so that recomputing and pipelines need no order.
+order of backward passes; here every pass of a layer gets its routing, so that recomputing and pipelines need no order.
 
     route_by_sequences(chunk)                           # once
     set_routing(micro, table, num_microbatches)          # then passes of the chunk
@@ -69,7 +69,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return super().forward(input, padding_mask)  # type: ignore[no-any-return]
 
     def is_aux_loss_enabled(self) -> bool:
-        """Not for a stand-in, whose mean over no tokens would be 0 / 0."""
+        """Skipped for a stand-in, whose mean over no tokens would be 0 / 0."""
         return bool(super().is_aux_loss_enabled()) and self.token_routing is not None and self.token_routing.scale > 0
 
     def attach_and_log_load_balancing_loss(
@@ -128,7 +128,7 @@ def route_by_sequences(chunk: torch.nn.Module) -> None:
 
 
 def take_sums(chunks: Sequence[torch.nn.Module], num_microbatches: int, layout: Layout, device: torch.device) -> dict[str, float]:
-    """What the routers of all ranks have added up since they were last asked; collective.
+    """The routers' sums over all ranks since the last call; collective.
 
     `balance_of_layers`: the load-balancing loss, a mean over tokens, the sum of layers; `balance`: its mean over layers; `moved`,
     `compared`: choices of experts that a given one replaced, of how many.

@@ -22,7 +22,7 @@ def named(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def leave_to_engine(config: Any) -> None:
-    """Of all models that are built with this TransformerConfig the biases change by `update` alone.
+    """Let only `update` change the biases of models with this TransformerConfig.
 
     megatron-core would move them before the optimizer's step (finalize_model_grads.py:476), which may be skipped.
     """

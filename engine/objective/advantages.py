@@ -1,6 +1,6 @@
 """Rewards become advantages: DAPO's penalty for overlong responses, baselines within a group, groups that teach nothing.
 
-Leaves out what rewards are (the rollouts') and what the loss does with advantages (loss.py). Plain functions of numbers.
+Leaves out the rewards themselves (the rollouts') and the use of advantages (loss.py). Plain functions of numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def is_group_worth_training(rewards: Sequence[float]) -> bool:
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
-    """What a response's length adds to its reward, from -1 to 0 (soft overlong punishment, DAPO, arXiv:2503.14476, eq. 13).
+    """The penalty for a response's length, added to its reward, from -1 to 0 (DAPO, arXiv:2503.14476, eq. 13).
 
     0 up to `max_new_tokens - buffer` response tokens, from there on falling to -1 at `max_new_tokens`; -1 beyond.
     """

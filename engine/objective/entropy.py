@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 2**24  # logits that are float32 at once: 64 MiB
 
 
 def _within(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of softmax(logits / temperature) in each row the logarithm of its denominator and the entropy, both float32 [rows]."""
+    """The log of the denominator and the entropy of softmax(logits / temperature) in each row, both float32 [rows]."""
     scaled = logits.float() / temperature
     normalizer = torch.logsumexp(scaled, -1)
     log_probs = scaled - normalizer[:, None]

@@ -1,24 +1,23 @@
 """Log-probs, entropies and greedy matches from the logits of every token.
 
-A micro-batch of many tokens is read by the output layer itself (head.py), a chunk of tokens after another, so that the logits of
-one chunk alone are in memory; the backward pass computes them again. Shorter ones are read of the model's output, the logits.
+The output layer itself (model/head.py) reads a micro-batch of many tokens, chunk after chunk, so that only one chunk's logits are
+in memory; the backward pass computes them again. Shorter micro-batches are read from the model's output, the logits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.attention import context
-from engine.model import exact
-from engine.objective import head, loss
+from engine.model import exact, head, vocabulary
+from engine.objective import loss
 from engine.batch.batch import MicroBatch
 from engine.objective.entropy import token_entropy
-from engine.objective.head import LogitsFunction, Values
+from engine.model.head import LogitsFunction, Reader, Values
 from engine.runtime.megatron import tensor_parallel
 
 
@@ -38,10 +37,6 @@ class LogProbs:
             log_probs = loss.token_log_probs(logits, labels, self.temperature, self.use_fused)
         return (log_probs, token_entropy(logits, self.temperature, self.use_fused)) if self.has_entropy else (log_probs,)
 
-    def differentiable(self) -> LogProbs:
-        """What reads the log-probs alone."""
-        return dataclasses.replace(self, has_entropy=False)
-
 
 @dataclass(frozen=True)
 class ScoresAndMatches:
@@ -55,24 +50,21 @@ class ScoresAndMatches:
         return (*self.log_probs(logits, labels), matches)
 
 
-@contextmanager
-def read_in_chunks(
-    chunk: torch.nn.Module, labels: torch.Tensor, read: LogitsFunction, read_again: LogitsFunction, chunk_tokens: int
-) -> Iterator[None]:
-    """Where there are more tokens than `chunk_tokens` and this stage has the output layer, the model's output is what is read."""
-    layer = head.output_layer(chunk) if labels.shape[1] > chunk_tokens else None
-    if layer is None:
-        yield
-        return
-    layer.request = head.Request(labels, read, read_again, chunk_tokens)
-    try:
-        yield
-    finally:
-        layer.request = None
+def reader(read: LogitsFunction, mbridge: Any) -> Reader:
+    """`read` of the vocabulary without its padding; rereading leaves out what has no gradient."""
+    reread = dataclasses.replace(read, has_entropy=False) if isinstance(read, LogProbs) else read
+    return Reader(vocabulary.mask_padding(read, mbridge), vocabulary.mask_padding(reread, mbridge))
 
 
-def values(output: torch.Tensor, micro: MicroBatch, read: LogitsFunction, chunk_tokens: int) -> Values:
-    """What is read, from the model's output; of the whole micro-batch where context-parallel ranks share it."""
-    found: Values = output[0].unbind(-1) if micro.labels.shape[1] > chunk_tokens else read(output, micro.labels)
+def read_in_chunks(model: Any, labels: torch.Tensor, reader: Reader, chunk_tokens: int) -> None:
+    """With more tokens than `chunk_tokens`, let the next output of this GPTModel be the values that are read, not logits."""
+    layer = head.output_layer(model)
+    if layer is not None:
+        layer.next_request = head.Request(labels, reader, chunk_tokens) if labels.shape[1] > chunk_tokens else None
+
+
+def values(output: torch.Tensor, micro: MicroBatch, reader: Reader, chunk_tokens: int) -> Values:
+    """The values read from the model's output; of the whole micro-batch where context-parallel ranks share it."""
+    found: Values = output[0].unbind(-1) if micro.labels.shape[1] > chunk_tokens else reader.read(output, micro.labels)
     part = micro.sequences.context
     return found if part is None else tuple(context.gather(each, part) for each in found)

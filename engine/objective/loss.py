@@ -20,7 +20,7 @@ from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 MAX_KL = 10.0
 MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
-Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, where the name says so) over tokens
+Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, as in gap_max) over tokens
 
 
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float, use_fused: bool = False) -> torch.Tensor:
@@ -43,7 +43,7 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: flo
 
 
 def leave_out(batch: MicroBatch, counts: Sequence[bool]) -> None:
-    """Take samples out of the loss and its sums: their tokens' mask becomes 0. `counts` has one value a sample of the batch."""
+    """Exclude samples from the loss and its sums: their tokens' mask becomes 0. `counts` has one value a sample of the batch."""
     if not all(counts):
         kept = torch.tensor(counts, dtype=batch.mask.dtype).to(batch.mask.device)
         batch.mask = batch.mask * kept[batch.segment]
@@ -52,7 +52,7 @@ def leave_out(batch: MicroBatch, counts: Sequence[bool]) -> None:
 def aggregation_weights(
     batch: MicroBatch, num_tokens: int, num_members: int, aggregation: str, max_new_tokens: int = 0
 ) -> torch.Tensor:
-    """What each token's loss counts, float32 [T].
+    """The weight of each token's loss, float32 [T].
 
     With `token_mean` (DAPO, arXiv:2503.14476) and `sequence_mean` (GRPO, arXiv:2402.03300) the weights sum to 1 over all
     micro-batches of a mini-batch; with `constant_length` each is 1 / (num_members * max_new_tokens) (Dr. GRPO, arXiv:2503.20783).
@@ -179,7 +179,7 @@ def log_ratio_at(level: str, log_ratio: torch.Tensor, batch: MicroBatch) -> torc
 
 
 def importance_weights(gap: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
-    """What multiplies each token's loss because other weights or kernels than the trainer's sampled it, float32 [T]; no gradient.
+    """The importance weight of each token's loss, since other weights or kernels sampled it, float32 [T]; no gradient.
 
     The ratio is the trainer's old probability over that of the version that made the token, taken at
     `config.importance_level`: by token, by sequence as the product over its tokens, or as their geometric mean (the levels of

@@ -1,6 +1,6 @@
-"""What an optimizer step reports: sums over all ranks, the metrics made of them, and the error where they are not finite.
+"""Metrics of an optimizer step: sums over all ranks, metrics computed from them, and the error where they are not finite.
 
-Log-probs of a few samples are brought to rank 0, for whoever looks at single tokens. Leaves out how the sums come about
+Log-probs of a few samples are gathered on rank 0, to inspect single tokens. Leaves out where the sums come from
 (loss.py). The functions that take a device are collective.
 
     chosen_log_probs([(0, micro)], table, chosen=[0, 8], device)
@@ -38,7 +38,7 @@ class NonFiniteError(RuntimeError):
 
 
 def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dict[str, float]:
-    """Sums, or maxima, of what micro-batches reported, over all ranks; `outputs` is empty on those that report nothing."""
+    """Sums, or maxima, of the micro-batches' reports over all ranks; `outputs` is empty on ranks that report nothing."""
     names = SUMS[algorithm]
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = torch.stack([sum((out.get(name, zero) for out in outputs), zero) for name in names])
@@ -63,7 +63,7 @@ def non_finite_error(loss: float, grad_norm: float, gradients: Iterable[torch.Te
 
 
 def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig) -> dict[str, float]:
-    """What is logged of an update.
+    """The metrics of an update.
 
     `history` has for each optimizer step the sums, the gradient norm, the learning rate and whether it was skipped. Means are
     over the steps that were not, if there are any. `loss/total` is all that has gradients; `loss/kl` has no coefficient. What
@@ -83,10 +83,8 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
         "train/response_tokens": tokens,
         "train/skipped_steps": num_skipped,
     }
-    if scale:
-        metrics["train/loss_scale"] = scale
-    if algorithm.load_balancing:
-        metrics["loss/load_balancing"] = average["balance"]
+    metrics |= {"train/loss_scale": scale} if scale else {}
+    metrics |= {"loss/load_balancing": average["balance"]} if algorithm.load_balancing else {}
     if algorithm.name == "grpo":
         first = history[0]
         metrics |= {

@@ -44,7 +44,7 @@ class PeftFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """How query, key and value lie in a fused linear: for each group its queries, then a key and a value."""
+    """The layout of query, key and value in a fused linear: for each group its queries, then a key and a value."""
 
     num_heads: int
     num_groups: int
@@ -98,7 +98,7 @@ def adapter_tensors(units: Iterable[list[AdapterItem]], mbridge: Any, layout: La
 
 
 def _experts_tensors(items: list[AdapterItem], tensor_group: Any, layout: Layout) -> Iterator[PeftFactors]:
-    """Of a layer's experts, on the sender; over the ranks that have the same experts, the first takes part."""
+    """Adapters of a layer's experts, on the sender; of the ranks that have the same experts, the first takes part."""
     group = expert_group() or (tensor_group if layout.tensor_size > 1 else None)
     for item in items if layout.expert_data_rank == 0 else ():
         a, b = experts.whole_factors(item, group, layout.tensor_size)

@@ -1,4 +1,4 @@
-"""What a PEFT adapter folder says of itself, and whether it fits a config and a base model. No torch in here: configs are checked
+"""The description of a PEFT adapter folder, and whether it fits a config and a base model. No torch in here: configs are checked
 without it.
 
 Leaves out what its fields may be (fields.py) and its values (factors.py).
@@ -60,14 +60,17 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
     factors, metadata = read_header(folder / WEIGHTS_FILE)
     _check_base(folder, fields, metadata.get("base_fingerprint"), model_path)
     pairs = _pairs(folder, fields, factors)
+    _check_ranks(folder, fields["r"], pairs)
     for linear, pair in pairs.items():
         target = target_of(linear)
         if target not in lora.targets:
             key, given = pair["A"].key, ", ".join(lora.targets)
             raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {given}")
     _check_scale(folder, fields, lora, _needed_rank(folder, fields, pairs))
-    if weight_files(model_path):  # a plan needs none
-        _check_shapes(folder, fields["r"], pairs, model_path)
+    known = base_shapes(model_path) if weight_files(model_path) else {}  # a plan needs none
+    if known:
+        _check_shapes(folder, fields["r"], pairs, known, model_path)
+    _check_targets(folder, fields, pairs, known)
 
 
 def target_of(linear: str) -> str | None:
@@ -77,7 +80,7 @@ def target_of(linear: str) -> str | None:
 
 
 def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> dict[str, tuple[str, str]]:
-    """By key of a folder's tensors the linear, or the parameter of experts, that it is for, and whether it is A or B.
+    """For each key of a folder's tensors its linear, or parameter of experts, and whether it is A or B.
 
     Raises:
         ValueError: a key is for something else.
@@ -98,7 +101,7 @@ def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> di
 
 
 def _parameter_of_experts(folder: Path, fields: dict[str, Any], keys: list[str], module: str) -> str:
-    """Which of them PEFT's `module` adapts: see experts.py."""
+    """The experts' parameter that PEFT's `module` adapts: see experts.py."""
     experts = module.removesuffix(".base_layer")
     if module != experts:
         return f"{experts}.gate_up_proj"
@@ -112,7 +115,7 @@ def _parameter_of_experts(folder: Path, fields: dict[str, Any], keys: list[str],
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
-    """A safetensors file's tensors and metadata. safetensors' reader finds files that are damaged; it tells no offsets."""
+    """A safetensors file's tensors and metadata. safetensors' reader detects damaged files, but returns no offsets."""
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -152,8 +155,51 @@ def _needed_rank(folder: Path, fields: dict[str, Any], pairs: Pairs) -> int:
     return rank * max(map(len, different), default=1)
 
 
-def _check_shapes(folder: Path, rank: int, pairs: Pairs, model_path: Path) -> None:
-    known = base_shapes(model_path)
+def _check_ranks(folder: Path, rank: int, pairs: Pairs) -> None:
+    """Experts' factors hold the ranks of all of them."""
+    for linear, pair in pairs.items():
+        for entry, size in ((pair["A"], pair["A"].shape[0]), (pair["B"], pair["B"].shape[-1])):
+            if size % rank or (size != rank and not linear.rpartition(".")[0].endswith(EXPERTS)):
+                problem = f"r = {rank}, and {entry.key} in {WEIGHTS_FILE} is {entry.shape}, of rank {size}"
+                raise ValueError(f"{folder / CONFIG_FILE}: {problem}; write what the adapter was trained with")
+
+
+def _check_targets(folder: Path, fields: dict[str, Any], pairs: Pairs, known: Iterable[str]) -> None:
+    """Whether the tensors are for the linears that the config names, as far as the base's are `known`.
+
+    Of models with experts attention alone: PEFT changes the other names (transformers_weight_conversion.py).
+    """
+    linears = {linear for linear in (*pairs, *known) if target_of(linear) is not None}
+    has_experts = any(EXPERTS in linear for linear in linears)
+    for linear in sorted(linears):
+        is_named, has_tensors = names_linear(fields, linear), linear in pairs
+        if is_named != has_tensors and not (has_experts and ".mlp." in linear):
+            problem = f"does not name {linear}, and {WEIGHTS_FILE} has an adapter for it"
+            problem = f"names {linear}, and {WEIGHTS_FILE} has no adapter for it" if is_named else problem
+            given = f"target_modules = {fields.get('target_modules')!r:.200}"
+            raise ValueError(f"{folder / CONFIG_FILE}: {given} {problem}; write the adapter again with PEFT")
+
+
+def names_linear(fields: dict[str, Any], linear: str) -> bool:
+    """Whether an adapter's config names the linear, as peft 0.21.2 reads it (tuners_utils.py:check_target_module_exists)."""
+
+    def matches(names: Any) -> bool:
+        if isinstance(names, str):
+            return re.fullmatch(names, linear) is not None
+        return any(f".{linear}".endswith(f".{name}") for name in names or ())
+
+    if matches(fields.get("exclude_modules")):
+        return False
+    targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")
+    if isinstance(targets, str):
+        return targets.lower() == "all-linear" or matches(targets)
+    parameters = [name.removesuffix(".weight") for name in fields.get("target_parameters") or ()]
+    layer = re.match(r"model\.layers\.(\d+)\.", linear)
+    is_in_layers = layers in (None, []) or (layer and int(layer[1]) in ([layers] if isinstance(layers, int) else layers))
+    return matches(parameters) or (matches(targets) and bool(is_in_layers))
+
+
+def _check_shapes(folder: Path, rank: int, pairs: Pairs, known: dict[str, tuple[int, int, int]], model_path: Path) -> None:
     for linear, pair in pairs.items():
         if linear not in known:
             raise ValueError(f"{folder}: the model in {model_path} has no {linear}; set model.path to the adapter's base model")
@@ -194,7 +240,7 @@ def place_of(name: str) -> tuple[str, int | None, int | None]:
 
 
 def weight_files(model_path: Path) -> list[Path]:
-    """Those that its index names, or model.safetensors: others may come and go beside them. Empty where there are none."""
+    """The files of its index, or model.safetensors, ignoring others; empty where there are none."""
     index = model_path / "model.safetensors.index.json"
     if not index.is_file():
         return list(model_path.glob("model.safetensors"))
@@ -216,7 +262,7 @@ def fingerprint(model_path: Path) -> str:
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """Of the config of a plain LoRA adapter.
+    """Fields of the config of a plain LoRA adapter.
 
     Raises:
         ValueError: a file is missing or no JSON object, or the adapter is of another kind.
@@ -259,20 +305,21 @@ def _check_base(folder: Path, fields: dict[str, Any], written_on: str | None, mo
 
 
 def scale_of(fields: dict[str, Any]) -> float:
-    """What B A is multiplied by."""
+    """The factor of B A."""
     return float(fields["lora_alpha"] / (math.sqrt(fields["r"]) if fields.get("use_rslora") else fields["r"]))
 
 
 def _check_scale(folder: Path, fields: dict[str, Any], lora: LoraConfig, rank: int) -> None:
     """`rank`: that the engine's linears need."""
     scale = scale_of(fields)
-    alpha = scale * (math.sqrt(rank) if lora.rslora else rank)
+    is_rslora = bool(fields.get("use_rslora"))
+    keys = f"engine.lora.alpha={scale * (math.sqrt(rank) if is_rslora else rank):.12g}"
+    keys = keys if is_rslora == lora.rslora else f"engine.lora.rslora={str(is_rslora).lower()} {keys}"
     if lora.rank != rank:
         why = f"takes {rank} where linears are fused, because their A differ" if rank != fields["r"] else f"has rank {rank}"
-        remedy = f"write engine.lora.rank={rank} engine.lora.alpha={alpha:.12g}"
-        raise ValueError(f"engine.lora.rank={lora.rank}, but the adapter in {folder} {why}; {remedy}")
+        raise ValueError(f"engine.lora.rank={lora.rank}, but the adapter in {folder} {why}; write engine.lora.rank={rank} {keys}")
     if not math.isclose(scale, lora.scale, rel_tol=1e-9):
         raise ValueError(
             f"engine.lora.alpha={lora.alpha:g} scales the adapter by {lora.scale:g}, the one in {folder} was trained with "
-            f"{scale:g}; write engine.lora.alpha={alpha:.12g}"
+            f"{scale:g}; write {keys}"
         )

@@ -1,4 +1,4 @@
-"""What the engine runs on: the device, megatron-core and its work-arounds, process groups.
+"""The engine's base: the device, megatron-core and its work-arounds, process groups.
 
 device.py        the device that a rank computes on
 fake_cuda.py     lets megatron-core, megatron-fsdp and mbridge run without CUDA
@@ -8,5 +8,5 @@ gloo.py          process groups on CPUs share their threads, and add in an order
 parallel.py      process groups from a ParallelConfig
 tensor_file.py   a safetensors file, readable by whom the umask lets
 memory.py        the setting of torch's allocator, and how much memory is in use
-random_state.py  the states of all random generators, and going back to them; what is told for equal bits
+random_state.py  the states of all random generators, saved and restored; settings for equal bits
 """

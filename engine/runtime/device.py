@@ -44,7 +44,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_late(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """In the place of torch.compile while others are imported: `compiled`, where there are no options."""
+    """Replaces torch.compile while other packages are imported: `compiled`, where there are no options."""
     return torch_compile(function, **options) if function is None or options else compiled(function)
 
 

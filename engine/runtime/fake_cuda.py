@@ -36,7 +36,7 @@ TENSOR_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tenso
 
 
 class _Idle:
-    """In place of a stream or an event: CPU work is synchronous, so either is only a name."""
+    """Replaces a stream or an event: CPU work is synchronous, so either is only a name."""
 
     device = CPU
     cuda_stream = 0
@@ -116,7 +116,7 @@ def _synchronous(collective: Callable[..., Any], instead: Callable[..., Any] | N
 
 @contextlib.contextmanager
 def _not_coalescing(*_: Any, **__: Any) -> Iterator[_Done]:
-    """In place of torch.distributed._coalescing_manager.
+    """Replaces torch.distributed._coalescing_manager.
 
     ProcessGroupGloo's AsyncAllgatherCoalescedWork (torch 2.13.0) corrupts the heap: Megatron-FSDP on two ranks dies in malloc
     in about one of four runs of 60 steps. So nothing is coalesced on gloo.
@@ -154,12 +154,12 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    """In place of the CUDA generator's state: that of the CPU generator."""
+    """Replaces the CUDA generator's state by the CPU generator's."""
     return torch.get_rng_state()
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """In place of moe_utils.py:maybe_move_tensor_to_cpu, which leaves what is there as a tensor; sizes are wanted as numbers."""
+    """Replaces moe_utils.py:maybe_move_tensor_to_cpu, which leaves CPU tensors as tensors; sizes are needed as numbers."""
     del record_stream
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -190,7 +190,7 @@ def _torch_stand_in() -> types.ModuleType:
 
 
 class _CpuDeviceMesh:
-    """In place of DeviceMesh in mcore_fsdp_adapter.py:184-274, which asks for device type "cuda"."""
+    """Replaces DeviceMesh in mcore_fsdp_adapter.py:184-274, which requests device type "cuda"."""
 
     @staticmethod
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ def share_device() -> None:
 
 
 class SharingGroup(ProcessGroupGloo):
-    """What torch.distributed asks for by the name ProcessGroupGloo (distributed_c10d.py:2169)."""
+    """The backend that torch.distributed finds as ProcessGroupGloo (distributed_c10d.py:2169)."""
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ class SharingGroup(ProcessGroupGloo):
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None  # noqa: A002
 ) -> None:
-    """As torch.distributed's, adding in the order of the ranks.
+    """torch.distributed's, but adding in the order of the ranks.
 
     gloo's order depends on where in the buffer a value lies, so that gradients which a wrap lays out otherwise would differ in
     their last bits; in bfloat16 one such bit makes another training of it in a few steps.

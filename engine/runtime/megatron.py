@@ -1,4 +1,4 @@
-"""What the engine uses of megatron-core, imported once the device layer is in place. The other modules import it from here.
+"""The names that the engine uses of megatron-core, imported after the device layer. Other modules import them from here.
 
 Leaves out what is changed in it (workarounds.py) and Megatron-FSDP, which wrap/table.py imports where it is chosen.
 """
@@ -19,7 +19,7 @@ fake_cuda.install()
 # megatron-core warns about optional kernels (apex, TransformerEngine) once a rank; the choice is printed by the engine
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 warnings.filterwarnings("ignore", module=r"mbridge\..*")
-# megatron-fsdp 0.6.1 tells at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
+# megatron-fsdp 0.6.1 warns at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
 # the same once a rank of Megatron-FSDP (megatron-fsdp 0.6.1 mixed_precision.py:115), which also calls what torch has renamed
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

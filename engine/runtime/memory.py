@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 LIBC = ctypes.CDLL(None)
 MALLINFO_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-MUCH_FREE_BYTES = 2**28  # in the heap; a step of a tiny model has less, and would take a tenth longer to get it anew
+MUCH_FREE_BYTES = 2**28  # in the heap; a step of a tiny model frees less, and allocating it again would make it a tenth slower
 TRIM_THRESHOLD = "glibc.malloc.trim_threshold"
 ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's own settings of its allocator
 
@@ -37,14 +37,14 @@ def enable_expandable_segments() -> None:
 
 
 class _Mallinfo2(ctypes.Structure):
-    """Of mallinfo(3), from glibc 2.33 on."""
+    """The struct of mallinfo2(3), in glibc since 2.33."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO_FIELDS]
 
 
 def return_free_memory() -> None:
-    """What freed tensors have left in malloc's heap goes back to the kernel, where it is much; no-op with a GPU, without glibc,
-    and where the user's own GLIBC_TUNABLES say when malloc is to give back.
+    """Return the memory that freed tensors left in malloc's heap to the kernel, where it is much; no-op with a GPU, without
+    glibc, and where the user's own GLIBC_TUNABLES configure it.
 
     Activations differ in size from step to step, so that holes between what lives on fit little of the next step's. malloc gives
     back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD).
@@ -68,7 +68,7 @@ def after_return(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def device_bytes() -> int:
-    """What all processes take of this rank's GPU; 0 without one."""
+    """Memory in use by all processes on this rank's GPU; 0 without one."""
     if not has_cuda():
         return 0
     free, total = torch.cuda.mem_get_info()

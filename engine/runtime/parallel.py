@@ -20,7 +20,7 @@ from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands in every group."""
+    """This rank's place in every group."""
 
     rank: int
     world_size: int

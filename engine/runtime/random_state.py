@@ -1,7 +1,7 @@
 """States of all random generators of this rank, as tensors and numbers, so that a file of them holds no pickled objects.
 
-`run.deterministic`: what torch, cuBLAS and NCCL are told, before anything uses a GPU, so that equal runs on machines of one kind
-have equal bits. Leaves out what is refused (megasync/checks/exact.py), and vLLM's batches (bridge/vllm/).
+`run.deterministic`: settings of torch, cuBLAS and NCCL, made before anything uses a GPU, so that equal runs on equal machines
+have equal bits. Leaves out refused settings (megasync/checks/exact.py), and vLLM's batches (bridge/vllm/).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """What the block draws is drawn again after it."""
+    """Restores the random states after the block."""
     state = random_state()
     try:
         yield
@@ -61,7 +61,7 @@ def unchanged_random_state() -> Iterator[None]:
 
 
 def derive_random_state(seed: int) -> None:
-    """Seed all of them anew, for every rank by its place in the layout as at a run's start."""
+    """Seed all of them, for every rank by its place in the layout, as at a run's start."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -69,7 +69,7 @@ def derive_random_state(seed: int) -> None:
 
 
 def use_deterministic() -> None:
-    """Of this process. An operation that has no deterministic kernel raises RuntimeError, which names it."""
+    """Make this process deterministic. An operation without a deterministic kernel raises a RuntimeError that names it."""
     if torch.cuda.is_available():
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

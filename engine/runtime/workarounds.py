@@ -193,10 +193,10 @@ def use_gradient_norm_in_float64() -> None:
 
 
 def unscale_gradients_wherever_they_are() -> None:
-    """float16's loss scale is taken out of the gradients that a rank has, and all ranks hear of an overflow.
+    """float16's loss scale is taken out of the gradients that a rank has, and all ranks learn of an overflow.
 
     With Megatron-FSDP's shards distrib_optimizer.py:2312 reads gradients of parameters of which a rank has no part (None), and
-    optimizer.py:511 tells of an overflow within the model-parallel group alone, beside which the data-parallel one stands.
+    optimizer.py:511 reduces the overflow flag over the model-parallel group only, without the data-parallel one.
     """
     import torch
     import torch.distributed as dist
@@ -254,7 +254,7 @@ def use_adam(library: str) -> None:
 
 
 class _TransformerEngineProduct:
-    """What apex's extension has, by the names that layers.py:569 calls."""
+    """The functions of apex's extension, by the names that layers.py:569 calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Any, gradient: Any, main: Any) -> None:
@@ -265,7 +265,7 @@ class _TransformerEngineProduct:
 
 
 def use_weight_gradient_product(library: str) -> None:
-    """Of `gradient_accumulation_fusion`, for which megatron-core's own linears know apex's extension alone (layers.py:44)."""
+    """For `gradient_accumulation_fusion`, whose product megatron-core's linears take from apex's extension only (layers.py)."""
     from megatron.core.tensor_parallel import layers
 
     is_apex = library == "apex"

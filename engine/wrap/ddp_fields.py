@@ -1,4 +1,4 @@
-"""Which fields of megatron-core's DistributedDataParallelConfig `engine.overrides` may set, under which wrap. No torch in here.
+"""The fields of megatron-core's DistributedDataParallelConfig that `engine.overrides` may set, by wrap. No torch in here.
 
 A field is taken where training and export were seen to be right with it (tests/engine/wrap/test_overrides.py); any other is
 refused with the reason. Leaves out building the config (table.py). Source: megatron-core 0.16.1

@@ -1,4 +1,4 @@
-"""Typed weight items: what the engine hands out of its parameters for an export. Leaves out how shards are gathered (unshard.py).
+"""Typed weight items: views of parameters for export. Leaves out how shards are gathered (unshard.py).
 
 Names and dimensions are read once from a model chunk before it is wrapped; a walk over the wrapped chunk then gives tensors only.
 """

@@ -73,7 +73,7 @@ def build_schedule(config: OptimizerConfig, optimizer: Any, num_optimizer_steps:
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run goes on by the config of now: with more steps, say
+        override_opt_param_scheduler=True,  # a resumed run follows the current config, for example with more steps
     )
 
 
@@ -88,13 +88,13 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 def loss_scale(optimizer: Any) -> float:
-    """What float16's loss is multiplied by now; 0 in other dtypes."""
+    """The current scale of float16's loss; 0 in other dtypes."""
     scaler = _scaler(optimizer)
     return 0.0 if scaler is None else float(scaler.scale)
 
 
 def scaler_state(optimizer: Any) -> dict[str, float] | None:
-    """What a checkpoint keeps of float16's loss scale; None in other dtypes."""
+    """The state of float16's loss scale for a checkpoint; None in other dtypes."""
     scaler = _scaler(optimizer)
     return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
 

@@ -50,7 +50,7 @@ class DdpChunk:
         return (buffer.grad_data for buffer in (*self.module.buffers, *self.module.expert_parallel_buffers))
 
     def main_weights(self) -> Iterator[torch.Tensor]:
-        """Those outside of the optimizer; as `parameters`."""
+        """The parameters outside of the optimizer; as `parameters`."""
         return iter(())
 
 
@@ -69,7 +69,7 @@ class FsdpChunk:
         self.unsharders: dict[bool, Unsharder] = {}  # by whether they leave frozen parameters out
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
-        """As DdpChunk's, each gathered until the next one is asked for."""
+        """As DdpChunk's, each gathered until the next one is requested."""
         if only_trained not in self.unsharders:
             self.unsharders[only_trained] = Unsharder(self.module, only_trained=only_trained)
         return iter(self.unsharders[only_trained])
@@ -98,7 +98,7 @@ class Wrap:
 
     chunk: type[DdpChunk | FsdpChunk]
     fields: dict[str, Any]
-    accumulates_gradients: bool  # linears may add to the main gradient; Megatron-FSDP's write it anew (layers.py:563)
+    accumulates_gradients: bool  # linears may add to the main gradient; Megatron-FSDP's overwrite it (layers.py:563)
 
 
 WRAPS: dict[str, Wrap] = {
@@ -162,7 +162,7 @@ class FrozenModel:
 
 
 class WrappedModel:
-    """This rank's model chunks in their wrap, and what an export asks of them."""
+    """This rank's model chunks in their wrap, and their parameters for an export."""
 
     def __init__(self, config: EngineConfig, model_config: Any, chunks: list[torch.nn.Module]) -> None:
         """Wraps the chunks. `model_config` is megatron-core's TransformerConfig."""
@@ -187,7 +187,7 @@ class WrappedModel:
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """All parameters of this pipeline stage in layer order, a transformer layer at a time; the routers' biases at the end.
 
-        Tensors are valid until the next layer is asked for. Collective over data-parallel ranks, to the end.
+        Tensors are valid until the next layer is requested. Collective over data-parallel ranks, to the end.
         """
         for weights, chunk in zip(self._weights, self._chunks, strict=True):
             for unit in chunk.units(only_trained=False):
@@ -197,7 +197,7 @@ class WrappedModel:
                 yield biases
 
     def whole_adapters(self) -> Iterator[list[AdapterItem]]:
-        """The adapters alone, of which only their own parameters are gathered; otherwise as `whole_parameters`."""
+        """Only the adapters' parameters, gathered; else as `whole_parameters`."""
         for weights, chunk in zip(self._weights, self._chunks, strict=True):
             for unit in chunk.units(only_trained=True):
                 if items := weights.adapters(unit):

@@ -2,7 +2,7 @@
 
 Units are gathered into two scratch buffers in turn, each while the unit before it is in use. Tensors are most often at the same
 address in every pass, so that a copy plan made for one is good for the next. Megatron-FSDP's own gather does the rest:
-embeddings, final norm, and whatever is not plainly sharded. Sources: megatron-fsdp 0.6.1 param_and_grad_buffer.py,
+embeddings, final norm, and parameters that FSDP does not split evenly. Sources: megatron-fsdp 0.6.1 param_and_grad_buffer.py,
 megatron_fsdp.py. Leaves out DDP (table.py) and names (items.py).
 """
 
@@ -33,7 +33,7 @@ class _Unit:
 class Unsharder:
     """Iterates over the units of one wrapped chunk in the order of its parameters.
 
-    Training goes on as if there had been no pass. The scratch buffers have no memory between passes.
+    Training continues as if there had been no pass. The scratch buffers have no memory between passes.
     """
 
     def __init__(self, wrapped: torch.nn.Module, *, only_trained: bool) -> None:
@@ -58,7 +58,7 @@ class Unsharder:
         self._free()
 
     def _key(self, name: str, bucket: int) -> tuple[str, int | str]:
-        """What a parameter is gathered with: of a layer the frozen weights together with their adapters, in any case."""
+        """The group that a parameter is gathered with: a layer's frozen weights always together with their adapters."""
         group = self._buffer.parameter_groups[bucket]
         if group.fsdp_unit_id is not None:
             return "unit", group.fsdp_unit_id
@@ -66,7 +66,7 @@ class Unsharder:
         return ("bucket", bucket) if weights is not None and weights.is_data_distributed else ("layer", layer_of(name))
 
     def __iter__(self) -> Iterator[NamedTensors]:
-        """Collective over data-parallel ranks, to the end. Tensors are valid until the next unit is asked for.
+        """Collective over data-parallel ranks, to the end. Tensors are valid until the next unit is requested.
 
         A gather is ordered after everything queued on the stream before it, so that it never overwrites what is still read.
         """

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from engine.alike import DifferentRanksError
-from megasync.bench.equivalence.measure import leave_groups
+from bench.equivalence.measure import leave_groups
 from tests.engine.engine_cases import engine
 
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from bridge.export.exporter import Exporter
+from bridge.export.exporter import Exporter, Position
 from bridge.export.source import whole_tensors
 from engine.runtime import parallel
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.engine import Engine
 from engine.runtime.megatron import parallel_state as mpu
-from engine.sample import Sample
-from megasync.bench.equivalence.measure import forget_wrappers, leave_groups
+from engine.sample import RolloutSampling, Sample
+from bench.equivalence.measure import forget_wrappers, leave_groups
 
 GATHER_BYTES = 100_000  # several gathers a unit
 
@@ -78,11 +78,11 @@ def engine(
     )
     model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"), exact=options.pop("exact", False))
     num_steps = options.pop("num_steps", 10)
-    names = ("weights_path", "adapter_path", "max_new_tokens", "temperature")
-    start = {name: options.pop(name) for name in names if name in options}
+    start = {name: options.pop(name) for name in ("weights_path", "adapter_path") if name in options}
+    sampling = RolloutSampling(options.pop("temperature", 1.0), options.pop("max_new_tokens", 0))
     parallel.initialize(config.parallel, seed=0)
     try:
-        yield Engine(model, config, AlgorithmConfig(**options), num_steps=num_steps, **start)
+        yield Engine(model, config, AlgorithmConfig(**options), num_steps=num_steps, sampling=sampling, **start)
     except BaseException:
         if dist.get_world_size() == 1:  # else the other ranks may never come to leave, and this one has to fail
             leave_groups()
@@ -96,12 +96,14 @@ def exporter(built: Engine, *, on_all_ranks: bool = False) -> Exporter:
     return Exporter(
         built.whole_parameters,
         built.mbridge,
-        tensor_group=mpu.get_tensor_model_parallel_group(),
-        stage=built.layout.pipeline_rank,
-        num_stages=built.layout.pipeline_size,
-        data_rank=built.layout.copy_rank,
-        expert_group=parallel.expert_group(),
-        expert_data_rank=built.layout.expert_data_rank,
+        Position(
+            stage=built.layout.pipeline_rank,
+            num_stages=built.layout.pipeline_size,
+            tensor_group=mpu.get_tensor_model_parallel_group(),
+            data_rank=built.layout.copy_rank,
+            expert_group=parallel.expert_group(),
+            expert_data_rank=built.layout.expert_data_rank,
+        ),
         gather_bytes=GATHER_BYTES,
         is_in_place=built.wrapped.is_in_place,
         on_all_ranks=on_all_ranks,
@@ -117,11 +119,11 @@ def converted(source: Exporter) -> dict[str, torch.Tensor]:
     """The export by mbridge's conversions of the gathered values themselves, without the copies that are recorded of them."""
     tensors: dict[str, torch.Tensor] = {}
     plans = iter(source._plans)
-    for _ in source.parts():  # none but on the sender
+    for part in source.parts():  # only on the sender
         plan = next(plans)
-        for item, places in zip(plan._items, plan._places, strict=True):
-            size, shape, memory = item.tensor.numel(), item.tensor.shape, plan.part.memory
-            shards = [memory[name][start : start + size].view(shape) for name, start in places]
+        for item, places in zip(plan._bound.items, plan._places, strict=True):
+            size, shape = item.tensor.numel(), item.tensor.shape
+            shards = [part.memory[name][start : start + size].view(shape) for name, start in places]
             tensors |= {name: tensor.clone() for name, tensor in source._convert(item, shards)}
     return tensors
 
@@ -238,7 +240,7 @@ def export_differences(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def negated_export(path: str) -> dict[str, Any]:
     """An engine of the bench that trains nothing: which of its tensors the export has, and has negated after `negate`."""
     from engine.offload import storages
-    from megasync.bench.common.random_engine import FrozenEngine, negate
+    from bench.common.random_engine import FrozenEngine, negate
 
     parallel.initialize(ParallelConfig(), seed=0)
     built = FrozenEngine(

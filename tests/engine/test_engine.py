@@ -42,7 +42,7 @@ def assert_close(a: list[tuple[float, float]], b: list[tuple[float, float]], tol
 
 
 def test_wraps_and_layouts_train_alike(shallow: str) -> None:
-    """Same data, fp32: loss and gradient norm equal to 1e-5; `megasync.bench equivalence` has longer runs of more layouts."""
+    """Same data, fp32: loss and gradient norm equal to 1e-5; `bench equivalence` has longer runs of more layouts."""
     one = [{"path": shallow, "wrap": wrap, "name": "grpo", "num_minibatches": 2} for wrap in ("ddp", "megatron_fsdp")]
     two: list[dict[str, Any]] = [
         *one,

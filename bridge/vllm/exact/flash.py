@@ -1,4 +1,4 @@
-"""Attention of vLLM's GPU workers: its FlashAttention backend, told of more queries than there are where there are few.
+"""Attention of vLLM's GPU workers: its FlashAttention backend, given more queries than it has where there are few.
 
 Its kernel takes blocks of keys of another size for few queries, and so adds in another order (exact/cuda.py:MANY_QUERIES).
 """

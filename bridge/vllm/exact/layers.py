@@ -94,7 +94,7 @@ class ExactLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
 class ExactEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """As for linears."""
+        """See the linears' method."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the vocabulary without vLLM's padding."""

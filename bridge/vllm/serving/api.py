@@ -88,7 +88,7 @@ def yield_cores() -> None:
 
 
 def forget_launcher() -> None:
-    """Drop what torchrun told the trainer from this process's environment, which a Ray of the trainer's has handed on.
+    """Remove torchrun's variables from this process's environment, which a Ray started by the trainer inherits.
 
     With TORCHELASTIC_USE_AGENT_STORE torch takes any tcp:// address for that of torchrun's store, and the workers of vLLM 0.26,
     which meet at one (v1/executor/uniproc_executor.py:73), wait for a server that nobody starts (torch's
@@ -130,7 +130,7 @@ def build_engine(config: ReplicaConfig) -> Any:
 
 
 def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
-    """Fields of AsyncEngineArgs, the config's own over ours; those that it may not set are in arguments.py."""
+    """Fields of AsyncEngineArgs, overridden by the config's; arguments.py has the fields that a config may not set."""
     import torch
     from vllm.config import WeightTransferConfig
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -157,11 +157,19 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
     }
+    arguments |= _optional_arguments(config, arguments["enforce_eager"])
+    return arguments | config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
+
+
+def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str, Any]:
+    import torch
+
+    arguments: dict[str, Any] = {}
     if not config.warms_up and config.enforce_eager and torch.cuda.is_available():
         arguments["worker_cls"] = "bridge.vllm.serving.unwarmed.UnwarmedWorker"
     if config.is_exact:
         arguments["quantization"] = exact.METHOD
-    if (config.is_exact or config.is_deterministic) and not arguments["enforce_eager"]:
+    if (config.is_exact or config.is_deterministic) and not enforce_eager:
         arguments["compilation_config"] = exact.UNCOMPILED  # how compiled kernels add is chosen by their time
     if config.head_dtype:
         arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
@@ -171,7 +179,7 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         arguments["enable_sleep_mode"] = True
     if config.adapter_rank:
         arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
-    return arguments | config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
+    return arguments
 
 
 @contextmanager
@@ -217,7 +225,7 @@ async def pause(engine: Any, mode: str) -> None:
 
 
 async def num_tokens(engine: Any) -> dict[str, int]:
-    """How many tokens each request has that has not ended in the core (outputs.py); asked while generation is paused."""
+    """The number of tokens of each request that has not ended in the core (outputs.py), while generation is paused."""
     return await engine.engine_core.call_utility_async("scheduler")  # type: ignore[no-any-return]
 
 

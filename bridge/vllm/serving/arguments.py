@@ -1,4 +1,4 @@
-"""Which fields of vLLM's EngineArgs a config may set. Their names are read from vLLM's source, which is not imported.
+"""The fields of vLLM's EngineArgs that a config may set. Their names are read from vLLM's source, which is not imported.
 
 Leaves out building the engine (api.py).
 

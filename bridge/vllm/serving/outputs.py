@@ -1,13 +1,13 @@
 """Schedulers for vLLM's engine core in which tokens of a request wait until it ends, and which tell how many each has.
 
-vLLM's core tells the front end of each token as it comes (v1/core/sched/scheduler.py:update_from_output), also where the front
+vLLM's core sends each token to the front end at once (v1/core/sched/scheduler.py:update_from_output), also where the front
 end gives one output at the end. Where a request asks for its final output alone, and the core decides by itself when it ends,
 nobody needs them earlier. Leaves out requests with stop strings: the front end looks for those. The engine core alone imports it.
 
 Upstream's loop over a step's tokens looks for much that a plain token does not have: on an H200 with 256 running requests of a
 3 B model, it and what came with it took 6 ms of a step of 12.8, in which the GPU waited. `take_plain_tokens` appends such tokens
 as that loop would, and leaves it the rest: the first and the last token of each request, and all that is not plain. It stands for
-the code of the releases in COMPARED; of others, all tokens go by upstream.
+the code of the releases in VERIFIED_SOURCES; of others, all tokens go by upstream.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from bridge.notes import note
 
-COMPARED = {"b85c5f35d80fb14c": "0.26.0", "fc8ab7a819a5af20": "0.32.0"}  # releases by `source_digest`
-TOLD = ("events", "prefill_stats", "num_cached_tokens", "num_external_computed_tokens", "trace_headers")  # some with the first
+VERIFIED_SOURCES = {"b85c5f35d80fb14c": "0.26.0", "fc8ab7a819a5af20": "0.32.0"}  # releases by `source_digest`
+# fields of EngineCoreOutput that may come with a request's first output
+FIRST_OUTPUT_FIELDS = ("events", "prefill_stats", "num_cached_tokens", "num_external_computed_tokens", "trace_headers")
 # what a step's ModelRunnerOutput and a Scheduler may have that upstream's loop brings to each request
 FOR_UPSTREAM = (
     (
@@ -41,11 +42,11 @@ FOR_UPSTREAM = (
     ("connector", "aux_output_connector", "is_mm_encoder_only", "perf_metrics"),
 )
 JOINED = ("request_id", "new_token_ids", "new_logprobs", "routed_experts")
-SAID = ("scheduler_stats", "finished_requests", "wave_complete", "start_wave")  # by EngineCoreOutputs, beside outputs
+BATCH_FIELDS = ("scheduler_stats", "finished_requests", "wave_complete", "start_wave")  # by EngineCoreOutputs, beside outputs
 
 
 class HeldTokens:
-    """What one request has generated so far.
+    """The tokens that one request has generated so far.
 
     Args:
         output: vLLM's EngineCoreOutput with its first tokens.
@@ -53,12 +54,12 @@ class HeldTokens:
         max_model_len: Of the scheduler, in tokens.
     """
 
-    __slots__ = ("columns", "ends", "experts", "kinds", "last", "request", "tokens", "told", "width")
+    __slots__ = ("columns", "ends", "experts", "first_fields", "kinds", "last", "request", "tokens", "width")
 
     def __init__(self, output: Any, request: Any, max_model_len: int) -> None:
         parameters = request.sampling_params
         self.request = request
-        self.told = {name: getattr(output, name) for name in TOLD if getattr(output, name, None)}
+        self.first_fields = {name: getattr(output, name) for name in FIRST_OUTPUT_FIELDS if getattr(output, name, None)}
         self.tokens: list[int] = []
         # log-probs of a token, of which the batch may have more; None: none; 0: the whole vocabulary's
         self.width: int | None = None if parameters.num_logprobs is None else parameters.num_logprobs + 1
@@ -73,15 +74,15 @@ class HeldTokens:
     def add(self, output: Any) -> None:
         """The tokens of an output, their log-probs and experts."""
         self.tokens += output.new_token_ids
-        if (told := output.new_logprobs) is not None:
-            self.kinds = self.kinds or [part.dtype for part in told[:3]]
-            for column, part in zip(self.columns, told[:3], strict=True):
+        if (log_probs := output.new_logprobs) is not None:
+            self.kinds = self.kinds or [part.dtype for part in log_probs[:3]]
+            for column, part in zip(self.columns, log_probs[:3], strict=True):
                 column.extend((part[:, : self.width or None] if part.ndim == 2 else part).ravel().tolist())
         if output.routed_experts is not None:
             self.experts.append(output.routed_experts.copy())  # a view of those of all requests of the step
 
     def move_to(self, output: Any) -> None:
-        """Put all before what `output` brings; what only an earlier one told stays told."""
+        """Put all held values before those of `output`; fields that only an earlier output had are kept."""
         self.add(output)
         output.new_token_ids = self.tokens
         if self.kinds:
@@ -90,7 +91,7 @@ class HeldTokens:
             output.new_logprobs = LogprobsLists(ids.reshape(shape), values.reshape(shape), ranks)
         if self.experts:
             output.routed_experts = np.concatenate(self.experts)
-        for name, value in self.told.items():
+        for name, value in self.first_fields.items():
             if not getattr(output, name):
                 setattr(output, name, value)
 
@@ -144,7 +145,7 @@ def take_plain_tokens(scheduler: Any, scheduled: Any, ran: Any, held: dict[str, 
 
 
 def source_digest() -> str:
-    """Of the installed vLLM's code that `take_plain_tokens` stands for; empty where it is installed without its source."""
+    """Digest of the installed vLLM's code that `take_plain_tokens` replaces; "" where its source is missing."""
     parts = (
         Scheduler.update_from_output,
         Scheduler._update_request_with_output,
@@ -180,12 +181,12 @@ def _is_plain(request: Any) -> bool:
 
 @functools.cache
 def _stale_field() -> str:
-    """Of a Request: how many of the tokens under way were overtaken by a preemption. Its name up to vLLM 0.26, and since."""
+    """The field of a Request that counts tokens in flight at a preemption. Its name up to vLLM 0.26, and since."""
     return next(name for name in ("num_stale_output_tokens", "async_tokens_to_discard") if name in inspect.getsource(Request))
 
 
-class Held:
-    """What one scheduler holds back, by request."""
+class PendingOutputs:
+    """The outputs that a scheduler holds back, by request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, HeldTokens] = {}
@@ -213,25 +214,26 @@ class Held:
 
 
 class HoldingScheduler(Scheduler):  # type: ignore[misc] # mypy does not follow vLLM
-    """For steps one after another; plain tokens go a short way where vLLM's own was compared with it."""
+    """For synchronous steps. Plain tokens take a short path if the installed vLLM's own was verified against it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held = Held()
-        self._is_compared = source_digest() in COMPARED
-        if not self._is_compared:
-            note("this vLLM's scheduler was not compared with ours: all tokens go by its own")
+        self._held = PendingOutputs()
+        self._is_verified = source_digest() in VERIFIED_SOURCES
+        if not self._is_verified:
+            note("this vLLM's scheduler was not verified: all tokens take its own, slower path")
 
     def update_from_output(self, scheduled: Any, ran: Any) -> dict[int, Any]:
-        """As upstream's, without outputs that are held."""
-        if self._is_compared:
+        """Upstream's, without the outputs that are held."""
+        if self._is_verified:
             scheduled = take_plain_tokens(self, scheduled, ran, self._held.tokens)
         by_client: dict[int, Any] = super().update_from_output(scheduled, ran)
         limit = self.max_model_len
-        for told in by_client.values():
-            told.outputs = [each for each in told.outputs if self._held.pass_on(each, self.requests.get(each.request_id), limit)]
+        for batch in by_client.values():
+            outputs = batch.outputs
+            batch.outputs = [each for each in outputs if self._held.pass_on(each, self.requests.get(each.request_id), limit)]
         self._held.forget(self.requests)
-        return {client: told for client, told in by_client.items() if _says_something(told)}
+        return {client: batch for client, batch in by_client.items() if _has_content(batch)}
 
     def __call__(self) -> dict[str, int]:
         """How many tokens each request has that has not ended: vLLM's core calls what it has by the name of a utility, such as
@@ -244,8 +246,8 @@ class AsyncHoldingScheduler(HoldingScheduler, AsyncScheduler):  # type: ignore[m
     """For a core that schedules a step while the one before runs."""
 
 
-def _says_something(told: Any) -> bool:
-    return bool(told.outputs) or any(getattr(told, name) is not None for name in SAID)
+def _has_content(batch: Any) -> bool:
+    return bool(batch.outputs) or any(getattr(batch, name) is not None for name in BATCH_FIELDS)
 
 
 def _waits_for_end(request: Any) -> bool:
@@ -261,6 +263,6 @@ def _has_tokens_alone(output: Any) -> bool:
 
 @functools.cache
 def _other_fields(kind: Any) -> tuple[str, ...]:
-    """Of EngineCoreOutput, those that are None where an output brings tokens and nothing else."""
+    """The fields of EngineCoreOutput that are None in an output with tokens only."""
     defaults = zip(kind.__struct_fields__[-len(kind.__struct_defaults__) :], kind.__struct_defaults__, strict=True)
-    return tuple(name for name, default in defaults if default is None and name not in (*JOINED, *TOLD))
+    return tuple(name for name, default in defaults if default is None and name not in (*JOINED, *FIRST_OUTPUT_FIELDS))

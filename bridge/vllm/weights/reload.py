@@ -74,10 +74,10 @@ def begin_reload(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, model_config: Any) -> None:
-    """Process what was deferred, renew what is made of other layers; on CPUs also pack the tied head anew.
+    """Process deferred layers and renew derived ones; on CPUs also repack the tied head.
 
     A CPU head keeps a packed copy of its weight (model_executor/layers/vocab_parallel_embedding.py:67), which the
-    reload of the embedding it is tied to does not renew (reload/layerwise.py:245): it would go on with the old weights.
+    reload of the embedding it is tied to does not renew (reload/layerwise.py:245): it would keep the old weights.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -88,7 +88,7 @@ def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, mod
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied head anew on CPUs, after the embedding that it is tied to has changed."""
+    """Repack a tied head on CPUs, after the embedding that it is tied to has changed."""
     if is_tied(model):
         head: Any = model.lm_head
         if head.weight.device.type == "cpu":

@@ -185,7 +185,7 @@ def test_a_pass_that_broke_off_is_no_base() -> None:
     link = Link(sender, [reader])
     link.send(1)
     link.close()
-    transport.kept_of(sender, STAGE).state = ""
+    transport.cache_of(sender, STAGE).state = ""
     later = Link(sender, [reader])
     assert is_version(later.send(2), 2) and later.writer.sent_bytes >= STAGE.manifest.total_bytes
     later.close()

@@ -172,7 +172,7 @@ def test_what_waits_in_a_call_is_freed_and_nothing_is_taken_for_arrived(aborts: 
     time.sleep(2 * WATCH_SECONDS)
     if aborts:
         assert not under_way.ended.is_set()
-        channel.tell(ABORT, b"a reader died")
+        channel.publish(ABORT, b"a reader died")
     assert under_way.ended.wait(10)
     with pytest.raises(TransportError, match=told):
         channel.wait(under_way, time.monotonic() + 60, "a broadcast")

@@ -40,7 +40,7 @@ class Relay:
     def __init__(self) -> None:
         self.writer = ShmWriter(STAGE, ["worker 1"], [0])
         self.channel, _ = Channel.listen(1, CPU)
-        self.channel.tell("relay0", self.writer.endpoint.encode())
+        self.channel.publish("relay0", self.writer.endpoint.encode())
         self.copies: list[Copied] = []
         self.channel.mark = self._mark  # type: ignore[method-assign]
         self.port = RelayedPort(PLAN.lanes[0], PLAN, self.channel, 1, self._progress, None)

@@ -12,6 +12,8 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.vllm_on_cpu
+
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen2", False), ("mistral", False)])
 def test_no_token_differs_in_any_schedule(family: str, tied: bool, tmp_path: Path) -> None:

@@ -47,5 +47,5 @@ def test_a_fork_returns_what_was_found_and_leaves_this_process_as_it_was() -> No
 def test_what_goes_wrong_in_a_fork_is_told() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         patches.run_in_fork(lambda: 1 // 0)
-    with pytest.raises(RuntimeError, match="ended without a word"):
+    with pytest.raises(RuntimeError, match="ended without an answer"):
         patches.run_in_fork(lambda: os._exit(3))

@@ -19,6 +19,8 @@ from engine.attention.windows import layer_windows
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import SERVED, write_tiny_model
 
+pytestmark = pytest.mark.vllm_on_cpu
+
 # whether embeddings are tied; experts first, since vLLM builds their group only with the others, for a first model that has some
 FAMILIES = {"deepseek_v3": False, "glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen2": False, "qwen3": True}
 FAMILIES |= {"mistral": False, "gemma3_text": True}

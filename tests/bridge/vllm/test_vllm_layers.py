@@ -25,7 +25,7 @@ def arguments(function: Any) -> list[str]:
 
 
 def test_windows_in_some_layers_are_still_left_out() -> None:
-    """megasync/hf/features.py refuses them; Gemma 3 has its own for each layer."""
+    """megasync/models/features.py refuses them; Gemma 3 has its own for each layer."""
     from vllm.model_executor.models import gemma3, qwen2, qwen2_moe, qwen3_moe
 
     assert "Sliding window for some but all layers is not supported" in inspect.getsource(qwen2.Qwen2Model)

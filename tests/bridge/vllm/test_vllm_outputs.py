@@ -44,7 +44,7 @@ def test_the_last_output_brings_all_tokens_in_order(steps: list[list[int]], reas
 
     from bridge.vllm.serving import outputs
 
-    held, other, running = outputs.Held(), output([3], "1"), request()
+    held, other, running = outputs.PendingOutputs(), output([3], "1"), request()
     for tokens in steps[:-1]:
         assert not held.pass_on(output(tokens), running, LIMIT)
         assert not held.pass_on(other, running, LIMIT)
@@ -62,7 +62,7 @@ def test_the_last_output_brings_all_tokens_in_order(steps: list[list[int]], reas
 def test_what_the_front_end_needs_at_once_is_not_held() -> None:
     from bridge.vllm.serving import outputs
 
-    held = outputs.Held()
+    held = outputs.PendingOutputs()
     assert held.pass_on(output([3]), request(stop=("end",)), LIMIT)
     assert not held.pass_on(output([3]), request(), LIMIT)
     with_more = output([4], kv_transfer_params={"of": "a connector"})
@@ -72,7 +72,7 @@ def test_what_the_front_end_needs_at_once_is_not_held() -> None:
 def test_aborted_requests_leave_nothing() -> None:
     from bridge.vllm.serving import outputs
 
-    held, running = outputs.Held(), {name: request() for name in ("0", "1")}
+    held, running = outputs.PendingOutputs(), {name: request() for name in ("0", "1")}
     for name, each in running.items():
         assert not held.pass_on(output([3], name), each, LIMIT)
     held.forget(running)
@@ -101,8 +101,8 @@ def test_what_is_relied_on_in_vllm() -> None:
     assert isinstance(Request.num_output_tokens, property) and callable(Request.is_finished)
     assert LogprobsLists._fields[:3] == ("logprob_token_ids", "logprobs", "sampled_token_ranks")
     told = set(EngineCoreOutputs.__struct_fields__)
-    assert {"outputs", *outputs.SAID} <= told
-    assert told <= {"engine_index", "outputs", "timestamp", "utility_output", "weight_version", *outputs.SAID}
+    assert {"outputs", *outputs.BATCH_FIELDS} <= told
+    assert told <= {"engine_index", "outputs", "timestamp", "utility_output", "weight_version", *outputs.BATCH_FIELDS}
     assert {"new_prompt_logprobs_tensors", "kv_transfer_params"} <= set(outputs._other_fields(EngineCoreOutput))
     assert set(outputs.JOINED) <= set(EngineCoreOutput.__struct_fields__)
-    assert not outputs._says_something(EngineCoreOutputs())
+    assert not outputs._has_content(EngineCoreOutputs())

@@ -26,9 +26,11 @@ from engine.batch.plan import Balance, needed_samples, padding_fraction, plan_mi
 from engine.batch.packed import NO_EXPERT
 from engine.sample import TOKEN_ARRAYS, Sample
 from megasync.run.rank_zero import flatten, with_tokens
+from megasync.rewards.pool import Scored
 from megasync.rollouts.group import Group
 from megasync.rollouts.progress import Progress, SavedGroup, SavedSample, load_progress, save_progress
-from megasync.rollouts.rollout import batch_metrics, samples_of
+from megasync.rollouts.metrics import batch_metrics
+from megasync.rollouts.samples import samples_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
@@ -238,7 +240,7 @@ def test_a_batch_is_prepared_without_copies_of_its_tokens() -> None:
         group = Group(key, GenerationRequest((1, 2, 3), num_samples=num_samples))
         for sample in range(num_samples):
             arrays = np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), np.zeros(length, np.int32)
-            group.completions[sample], group.rewards[sample] = Completion(*arrays, "stop"), float(sample)
+            group.completions[sample], group.scored[sample] = Completion(*arrays, "stop"), Scored(float(sample), {})
         groups.append(group)
     num_bytes = len(groups) * num_samples * length * 12
     tracemalloc.start()

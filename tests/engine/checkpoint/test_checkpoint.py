@@ -16,7 +16,7 @@ from engine.checkpoint.shards import Dim, boxes, pieces
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
-from megasync.config.files import set_aside
+from megasync.config.files import archive_folder
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 from tests.runs.train_cases import metrics, train, write_config
@@ -116,14 +116,14 @@ def test_a_fresh_run_leaves_a_former_one_as_it_is(tmp_path: Path) -> None:
     assert "run.name=NAME" in str(caught.value)
 
 
-def test_results_are_set_aside_under_the_first_free_name(tmp_path: Path) -> None:
+def test_results_are_archive_folder_under_the_first_free_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").touch()
-    assert set_aside(folder) is None, "a run that died before its first step has no results"
+    assert archive_folder(folder) is None, "a run that died before its first step has no results"
     for number in (1, 2):
         folder.mkdir(exist_ok=True)
         (folder / "evaluations.jsonl").write_text(str(number))
-        assert set_aside(folder) == tmp_path / f"run.{number}"
+        assert archive_folder(folder) == tmp_path / f"run.{number}"
         assert (tmp_path / f"run.{number}" / "evaluations.jsonl").read_text() == str(number)
-    assert set_aside(folder) is None
+    assert archive_folder(folder) is None

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from engine.config import ParallelConfig
 from engine.batch.costs import attention_length, output_cost
 from engine.model.stages import balanced, chunk_layers, describe, layout
-from megasync.bench.training.flops import num_active_parameters
-from megasync.hf.model_shape import SHAPES
+from bench.training.flops import num_active_parameters
+from megasync.models.model_shape import SHAPES
 
 SIZES = st.tuples(st.integers(1, 8), st.integers(1, 4)).filter(lambda sizes: sizes[0] > 1 or sizes[1] == 1)
 FAST = settings(derandomize=True, database=None, deadline=None, max_examples=60)

@@ -96,7 +96,7 @@ def exports_everywhere(path: str, cases: list[dict[str, Any]]) -> list[list[str]
 
 def mbridge_exports(path: str, cases: list[dict[str, Any]]) -> list[list[str]]:
     """Of each case the tensors that mbridge's own export, which the bench compares ours with, gives otherwise than ours."""
-    from megasync.bench.sync.methods import mbridge_export
+    from bench.sync.methods import mbridge_export
 
     results = []
     for case in cases:

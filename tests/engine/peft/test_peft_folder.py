@@ -173,7 +173,7 @@ A = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
         (A.replace("o_proj", "gate"), torch.ones(4, 128), "is no adapter of one of"),
         (A.replace("lora_A", "lora_B").replace("weight", "bias"), torch.ones(128), "is no adapter of one of"),
         (A.replace("layers.0", "layers.2"), torch.ones(4, 128), "layers.2.self_attn.o_proj has only lora_A"),
-        (A, torch.ones(2, 128), "has A [2, 128] and B [128, 4], and by r = 4"),
+        (A, torch.ones(2, 128), "adapter_config.json: r = 4, and"),
         (A, torch.ones(4, 64), "they are [4, 128] and [128, 4]"),
         (A, torch.ones(4, 128, dtype=torch.int8), "of the dtype I8"),
     ],
@@ -184,6 +184,46 @@ def test_every_tensor_has_a_place_in_the_model(
     folder = rewritten(adapter, tmp_path / "other", lambda tensors: tensors.update({key: tensor}))
     with pytest.raises(ValueError, match=re.escape(words)):
         check_peft_folder(folder, LORA, model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"r": 8}, "r = 8, and base_model"),
+        ({"target_modules": ["q_proj", "k_proj"]}, "does not name model.layers.0.mlp.down_proj"),
+        ({"target_modules": ".*q_proj"}, "does not name model.layers.0.mlp.down_proj"),
+        ({"target_modules": None}, "target_modules = None does not name"),
+        ({"exclude_modules": ["o_proj"]}, "does not name model.layers.0.self_attn.o_proj"),
+        ({"layers_to_transform": [1]}, "does not name model.layers.0."),
+        ({"target_modules": "all-linear"}, ""),
+        ({"target_modules": r".*\.(self_attn|mlp)\..*_proj", "layers_to_transform": []}, ""),
+    ],
+)
+def test_a_config_agrees_with_its_tensors(adapter: Path, model: str, tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    folder = rewritten(adapter, tmp_path / "other", lambda tensors: None, **fields)
+    if not words:
+        check_peft_folder(folder, LORA, model)
+        return
+    with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{re.escape(words)}"):
+        check_peft_folder(folder, LORA, model)
+
+
+def test_linears_that_the_config_names_have_tensors(adapter: Path, model: str, tmp_path: Path) -> None:
+    def take_out(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers.1.self_attn.q_proj" in name]:
+            del tensors[name]
+
+    with pytest.raises(ValueError, match=r"names model\.layers\.1\.self_attn\.q_proj, and adapter_model.* has no adapter for it"):
+        check_peft_folder(rewritten(adapter, tmp_path / "cut", take_out), LORA, model)
+
+
+@pytest.mark.parametrize("is_rslora", [True, False])
+def test_the_remedy_for_another_scale_is_a_config_that_fits(adapter: Path, model: str, tmp_path: Path, is_rslora: bool) -> None:
+    folder = rewritten(adapter, tmp_path / "scaled", lambda tensors: None, use_rslora=is_rslora)
+    for wrong in (LoraConfig(rank=4, alpha=3.0, rslora=not is_rslora), LoraConfig(rank=2, alpha=8.0, rslora=not is_rslora)):
+        with pytest.raises(ValueError, match=rf"engine\.lora\.rslora={str(is_rslora).lower()} engine\.lora\.alpha=8$"):
+            check_peft_folder(folder, wrong, model)
+    check_peft_folder(folder, LoraConfig(rank=4, alpha=8.0, rslora=is_rslora), model)
 
 
 def test_a_layer_that_the_model_has_not_is_named(adapter: Path, model: str, tmp_path: Path) -> None:

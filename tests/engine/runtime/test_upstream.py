@@ -308,16 +308,3 @@ def test_mbridge_still_imports_its_glm4_vl_and_a_rank_does_not() -> None:
     assert "from transformers import PreTrainedModel" in own
     script = "import sys, engine.engine; assert 'mbridge' in sys.modules and 'transformers.modeling_utils' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-def test_reading_a_config_imports_models_for_its_docstring(tmp_path: Path) -> None:
-    """engine/model/build.py: read_config"""
-    folder = write_tiny_model(tmp_path / "model", "qwen3")
-    program = "import sys\nREAD\nprint('transformers.models.auto.modeling_auto' in sys.modules)"
-    ways = {
-        "True": f"from transformers import AutoConfig; AutoConfig.from_pretrained({str(folder)!r})",
-        "False": f"from engine.model.build import read_config; read_config({str(folder)!r})",
-    }
-    for told, read in ways.items():
-        found = subprocess.run([sys.executable, "-c", program.replace("READ", read)], capture_output=True, text=True, check=True)
-        assert found.stdout.split() == [told]

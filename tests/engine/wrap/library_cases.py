@@ -38,7 +38,7 @@ def torch_product() -> Iterator[None]:
     names = ("fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available")
     before = {name: vars(layers).get(name) for name in names}, kernels._choose
     vars(layers).update(zip(names, (TorchProduct, True), strict=True))
-    kernels._choose = lambda *_: kernels.Kernels(kernels.APEX)
+    kernels._choose = lambda *_: kernels.Kernels("auto", kernels.APEX)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The output layer: which product makes logits of hidden states, and reading them chunk by chunk in its place.
+"""The output layer: the product that makes logits of hidden states, and reading the logits chunk by chunk inside the layer.
 
 A product is a function of hidden states [T, size] and the weight [vocabulary / tensor size, size], through which gradients flow.
-Leaves out what is read of the logits (logits.py).
+Leaves out what is read of the logits (objective/logits.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.model.build import gpt_model
 from engine.runtime.megatron import ColumnParallelLinear, tensor_parallel
 
 Values = tuple[torch.Tensor, ...]  # each float32 [T]
@@ -20,22 +19,28 @@ LogitsFunction = Callable[[torch.Tensor, torch.Tensor], Values]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class Reader(NamedTuple):
+    """Functions that read values from logits. Only the first value has a gradient."""
+
+    read: LogitsFunction
+    reread: LogitsFunction  # in the backward pass, where logits are read in chunks; gives at least the first value
+
+
 class Request(NamedTuple):
-    """What is to be read of each chunk of at most `chunk_tokens` logits."""
+    """Reading of a micro-batch's logits, in chunks of at most `chunk_tokens` tokens."""
 
     labels: torch.Tensor
-    read: LogitsFunction
-    read_again: LogitsFunction  # in the backward pass: the first value, which alone has a gradient
+    reader: Reader
     chunk_tokens: int
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """In the dtype of both."""
+    """The product in the dtype of the inputs."""
     return hidden @ weight.t()
 
 
 def in_float32(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As vLLM with head_dtype float32 (model_executor/layers/logits_processor.py:_apply_head); gradients in the dtype of both."""
+    """vLLM's product with head_dtype float32 (layers/logits_processor.py:_apply_head); gradients in the inputs' dtype."""
     return _InFloat32.apply(hidden, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -56,19 +61,20 @@ class _InFloat32(torch.autograd.Function):
 
 
 def own_gradient(weight: torch.Tensor, is_needed: bool) -> None:
-    """Say that a weight's gradient comes by autograd; DDP takes it else for one that megatron-core has added (layers.py:610)."""
+    """Mark that a weight's gradient comes from autograd; else DDP assumes that megatron-core has added it (layers.py:610)."""
     if is_needed:
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """megatron-core's with another product; with a request its output is what is read, float32 [T, 1, values]."""
+    """megatron-core's with another product. With a `next_request` the next output is what it reads, float32 [T, 1, values]."""
 
-    request: Request | None = None
+    next_request: Request | None = None
     product: Product = staticmethod(plain)
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.request is None and self.product is plain:
+        request, self.next_request = self.next_request, None
+        if request is None and self.product is plain:
             return super().forward(input_, weight, *args, **kwargs)
         if self.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
@@ -76,34 +82,31 @@ class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         hidden, weight = hidden.squeeze(1), self.weight if weight is None else weight
-        if self.request is None:
+        if request is None:
             return self.product(hidden, weight)[:, None], None
-        values = _InChunks.apply(hidden, weight, self.product, self.request)  # type: ignore[no-untyped-call]
+        values = _InChunks.apply(hidden, weight, self.product, request)  # type: ignore[no-untyped-call]
         return torch.stack(values, -1)[:, None], None
 
 
-def use_product(chunks: list[torch.nn.Module], product: Product) -> None:
-    """Have the last stage's output layer compute with it."""
-    for layer in filter(None, map(output_layer, chunks)):
-        layer.product = product
+def replace_output_layer(model: Any) -> None:
+    """Make the output layer of a GPTModel one of ours, where this stage has one. Hooks, names and references stay."""
+    if output_layer(model) is not None:
+        model.output_layer.__class__ = OutputLayer
 
 
-def output_layer(chunk: torch.nn.Module) -> OutputLayer | None:
-    """The chunk's, made one of ours; None where this stage has none."""
-    layer: Any = getattr(gpt_model(chunk), "output_layer", None)
-    if layer is not None:
-        layer.__class__ = OutputLayer  # hooks, names and references stay
-    return layer  # type: ignore[no-any-return]
+def output_layer(model: Any) -> OutputLayer | None:
+    """A GPTModel's; None on stages without one."""
+    return getattr(model, "output_layer", None)
 
 
 class _InChunks(torch.autograd.Function):
-    """hidden [T, size] and weight [vocabulary / tensor size, size] to what the request's reader reads."""
+    """Hidden states [T, size] and weight [vocabulary / tensor size, size] to the values that the request's reader reads."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, product: Product, request: Request) -> Values:
         ctx.save_for_backward(hidden, weight)
         ctx.product, ctx.request = product, request
-        parts = [request.read(product(hidden[part], weight)[None], request.labels[:, part]) for part in _parts(request)]
+        parts = [request.reader.read(product(hidden[part], weight)[None], request.labels[:, part]) for part in _parts(request)]
         results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
         ctx.mark_non_differentiable(*results[1:])
         return results
@@ -118,7 +121,7 @@ class _InChunks(torch.autograd.Function):
         for part in _parts(request):
             logits = ctx.product(hidden[part], weight)[None].requires_grad_()
             with torch.enable_grad():
-                first, *_ = request.read_again(logits, request.labels[:, part])
+                first, *_ = request.reader.reread(logits, request.labels[:, part])
             of_logits = torch.autograd.grad(first, logits, gradient[part])[0][0].to(weight.dtype)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
