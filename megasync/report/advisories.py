@@ -1,7 +1,7 @@
-"""Advisories: what a run's metrics say is going wrong, with the threshold, the evidence and what to try. Pure functions.
+"""Advisories: conditions of a run that users should look at, with threshold, evidence and remedies. Pure functions.
 
-Each condition looks at the lines of metrics.jsonl and evaluations.jsonl alone. What the run's config has already is not among
-what to try. Leaves out how a condition is seen (signs.py) and the report (html/sections.py).
+Each condition reads only the lines of metrics.jsonl and evaluations.jsonl. Remedies that the run's config has already are left
+out. Leaves out how a condition is detected (signs.py) and the report (html/page.html).
 
     for advisory in advisories(record.steps, record.evaluations, record.get):
         advisory.title, advisory.evidence, advisory.remedy
@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megasync.reporting import learning, signs
-from megasync.reporting.signs import Lines, Series
+from megasync.report import learning, signs
+from megasync.report.signs import Lines, Series
 
-Setting = Callable[[str], object]  # the value of a key of the run's config, None where it is not known
+Setting = Callable[[str], object]  # returns the value of a key of the run's config, None if unknown
 
 
 class Unless(NamedTuple):
-    """Something to try, `words`, and whether a run has it already."""
+    """A remedy as text, and a function that returns whether the run's config has it already."""
 
     words: str
     is_set: Callable[[Setting], bool]
@@ -38,8 +38,8 @@ class Advisory:
 
 @dataclass(frozen=True)
 class Condition:
-    """`tries`: what to try. `check`: the evidence where it holds, else None. `covers`: those that it explains, which are then not
-    told.
+    """A condition and its remedies (`tries`). `check` returns the evidence as text if the condition holds, else None. `covers`:
+    names of conditions that this one explains, and that are then not reported.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Condition:
 
     @property
     def remedy(self) -> str:
-        """All that there is to try."""
+        """All remedies as text."""
         return _joined([_words(each) for each in self.tries])
 
     def remedy_for(self, setting: Setting) -> str:
-        """What there is to try that the run does not have."""
+        """The remedies that the run's config does not have, as text."""
         left = [_words(each) for each in self.tries if not (isinstance(each, Unless) and each.is_set(setting))]
-        return _joined(left) if left else f"something else than {self.remedy}, which the run has"
+        return _joined(left) if left else f"the run already has {self.remedy}"
 
 
 def _words(each: str | Unless) -> str:
@@ -68,16 +68,16 @@ def _joined(words: Sequence[str]) -> str:
     return ", or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-# ------------------------------------------------------------------------------------------------------ what a run has
+# --------------------------------------------------------------------------------------- whether a run has a setting
 
 
 def _has(key: str, *values: str) -> Callable[[Setting], bool]:
-    """One of these values, as YAML writes them."""
+    """Whether the key has one of these values, written as in YAML."""
     return lambda setting: str(setting(key)).lower() in values
 
 
-def _within(key: str, least: float, most: float) -> Callable[[Setting], bool]:
-    return lambda setting: least <= value <= most if isinstance(value := setting(key), int | float) else False
+def _within(key: str, lowest: float, highest: float) -> Callable[[Setting], bool]:
+    return lambda setting: lowest <= value <= highest if isinstance(value := setting(key), int | float) else False
 
 
 def _clips_higher(setting: Setting) -> bool:
@@ -99,7 +99,7 @@ TIS = Unless("algorithm.importance_correction=tis", _has("algorithm.importance_c
 LESS_STALE = Unless("a smaller rollout.max_staleness", _within("rollout.max_staleness", 0, 0))
 LOWER_RATE = "a lower learning rate"
 CLIPPED_NORM = Unless("engine.optimizer.clip_grad_norm=1.0", _within("engine.optimizer.clip_grad_norm", 1e-12, 1.0))
-LOOK = "look at the samples: the reward may not tell good responses from bad ones"
+LOOK = "look at the samples: the reward may not distinguish good responses from bad ones"
 FLAT = ("flat_and_still", "flat_and_moving")
 CONDITIONS = (
     Condition("reward_falls", "The reward has fallen", "below its start or its best, by more than its error",
@@ -107,7 +107,7 @@ CONDITIONS = (
               learning.falls, covers=("tied_groups", "reward_constant", "no_gradient")),
     Condition("flat_and_still", "The reward is flat, and the policy hardly moves",
               "change within its error, 20 steps or more",
-              ("a higher learning rate, three to ten times", "more steps", LOOK, "prompts less hard or easy"),
+              ("a higher learning rate, three to ten times", "more steps", LOOK, "prompts that are less hard or less easy"),
               learning.flat_and_still),
     Condition("flat_and_moving", "The reward is flat, though the policy moves",
               "the same; entropy has changed by a fifth, 1 % of the tokens are clipped, or the KL is above 0.01",
@@ -120,7 +120,7 @@ CONDITIONS = (
               signs.constant_reward, covers=("tied_groups", "no_gradient", *FLAT)),
     Condition("tied_groups", "Most groups teach nothing, their rewards are all equal", "mean above 80 % over the last 10 steps",
               (_set_to("algorithm.filter_groups", "true"), "a higher rollout.temperature", "a larger group_size",
-               "prompts less hard or easy"),
+               "prompts that are less hard or less easy"),
               signs.above("groups/tied_fraction", 0.8, "{0:.0%} of the groups"), covers=("no_gradient",)),
     Condition("learning_rate_zero", "The learning rate is 0", "0 for the last 3 steps, a tenth of all",
               ("engine.optimizer.decay_steps, min_learning_rate and warmup_steps against run.steps",), signs.rate,
@@ -130,11 +130,11 @@ CONDITIONS = (
               signs.gradient, covers=FLAT),
     Condition("gradient_spikes", "The gradient norm has spikes", "3 steps above 10 times the median",
               (CLIPPED_NORM, LOWER_RATE, "more warmup_steps"), signs.spikes),
-    Condition("skipped_steps", "Optimizer steps were left out, loss or gradient was not finite", "any",
-              (LOWER_RATE, Unless("for one run model.dtype=float32, which tells whether it is precision",
+    Condition("skipped_steps", "Optimizer steps were skipped, loss or gradient was not finite", "any",
+              (LOWER_RATE, Unless("one run with model.dtype=float32, to see whether precision is the cause",
                                   _has("model.dtype", "float32"))), signs.skipped),
     Condition("reward_failures", "Calls of the reward fail and count as 0", "in 3 steps",
-              ("the run's output names function, prompt and error; rollout.reward_timeout_seconds where it is late",),
+              ("the function, prompt and error in the run's output; a larger rollout.reward_timeout_seconds for timeouts",),
               signs.failures),
     Condition("held_out_falls", "Sampled reward rises while held-out reward falls", "0.05 up and 0.02 down",
               ("compare samples of both: fewer epochs", KL_TERM, "a reward that is harder to please"), signs.held_out),
@@ -152,7 +152,7 @@ CONDITIONS = (
     Condition("gap_growing", "Trainer and vLLM drift apart",
               "mean gap, with staleness the canary's, twice that of the start and above 0.01 nats",
               (TIS, _set_to("model.dtype", "float32"),
-               Unless("sync.verify=digest, which shows whether it is the weights", _has("sync.verify", "digest"))), signs.gap),
+               Unless("sync.verify=digest, to see whether the weights are the cause", _has("sync.verify", "digest"))), signs.gap),
     Condition("gap_large", "Trainer and vLLM disagree about the same tokens",
               "mean gap above 0.1 nats over the last 10 steps, runs without staleness",
               (TIS, Unless("no top_k, top_p and min_p", _samples_from_all),
@@ -167,11 +167,11 @@ CONDITIONS = (
     Condition("trainer_waits", "The trainer waits for rollouts", "above 30 % of the time, asynchronous runs",
               ("more rollout.replicas", "a larger rollout.max_staleness or rollout.max_num_seqs",
                _set_to("rollout.enforce_eager", "false")), signs.trainer_waits),
-    Condition("replicas_paused", "The replicas stand still for syncs", "above 20 % of the time, asynchronous runs",
-              (Unless("rollout.on_update=continue, which holds running samples in the place of waiting for them",
-                      _has("rollout.on_update", "continue")), "a larger data.batch_size, of whose time a sync takes less"),
+    Condition("replicas_paused", "The replicas are paused for syncs", "above 20 % of the time, asynchronous runs",
+              (Unless("rollout.on_update=continue, which pauses running samples instead of waiting for them",
+                      _has("rollout.on_update", "continue")), "a larger data.batch_size, so that syncs are a smaller share"),
               signs.replicas_paused),
-    Condition("padding", "Micro-batches are padding for a good part", "above 30 % of their tokens over the last 10 steps",
+    Condition("padding", "A large part of the micro-batches is padding", "above 30 % of their tokens over the last 10 steps",
               (Unless("a smaller engine.parallel.context", _within("engine.parallel.context", 1, 1)), "longer samples",
                "micro-batches that divide among the ranks"),
               signs.above("train/padding_fraction", 0.3, "{0:.0%} of the tokens")),
@@ -183,16 +183,16 @@ CONDITIONS = (
 
 
 def advisories(steps: Lines, evaluations: Lines = (), setting: Setting = lambda key: None) -> list[Advisory]:
-    """Those whose condition holds, in the order of CONDITIONS, without those that another one explains; `setting` for what of it
-    is tried already.
+    """Advisories of the conditions that hold, in the order of CONDITIONS, without conditions that another one covers. `setting`:
+    reads the run's config, to leave out remedies that it has already.
     """
     run = Series(steps, evaluations)
     found = [(each, evidence) for each in CONDITIONS if (evidence := each.check(run)) is not None]
     covered = {name for each, _ in found for name in each.covers}
-    chosen = [(each, said) for each, said in found if each.name not in covered]
-    return [Advisory(each.name, each.title, said, each.remedy_for(setting)) for each, said in chosen]
+    chosen = [(each, evidence) for each, evidence in found if each.name not in covered]
+    return [Advisory(each.name, each.title, evidence, each.remedy_for(setting)) for each, evidence in chosen]
 
 
 def console_lines(found: Sequence[Advisory]) -> list[str]:
-    """Two lines each, for the end of a run."""
+    """Two lines per advisory, for the terminal."""
     return [line for each in found for line in (f"advisory: {each.title}: {each.evidence}", f"  try: {each.remedy}")]

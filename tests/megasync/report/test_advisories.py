@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasync.config.load import load_config
-from megasync.reporting.advisories import CONDITIONS, Condition, Unless, advisories, console_lines
-from megasync.reporting.metric_names import METRICS
+from megasync.report.advisories import CONDITIONS, Condition, Unless, advisories, console_lines
+from megasync.report.registry import METRICS
 from tests.support.config_files import write
 
 RUNS = json.loads((Path(__file__).resolve().parents[2] / "data" / "runs.json").read_text())
-SHORT = 4  # steps, of which nothing is told
+SHORT = 4  # steps, too few for any advisory
 AT_ONCE = ("skipped_steps", "memory_near_limit")  # but these
 Metrics = dict[str, Callable[[int], float | None]]
 
@@ -174,7 +174,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tied_groups": (
         {"algorithm.filter_groups": True},
-        "a higher rollout.temperature, a larger group_size, or prompts less hard or easy",
+        "a higher rollout.temperature, a larger group_size, or prompts that are less hard or less easy",
     ),
     "gradient_spikes": ({"engine.optimizer.clip_grad_norm": 0.5}, "a lower learning rate, or more warmup_steps"),
     "skipped_steps": ({"model.dtype": "float32"}, "a lower learning rate"),
@@ -183,7 +183,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
     "ess_low": ({"rollout.max_staleness": 0, "algorithm.importance_correction": "mask"}, "a lower learning rate"),
     "gap_growing": (
         {"algorithm.importance_correction": "tis", "model.dtype": "float32"},
-        "sync.verify=digest, which shows whether it is the weights",
+        "sync.verify=digest, to see whether the weights are the cause",
     ),
     "gap_large": (
         {"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0, "algorithm.router_replay": "rollout"},
@@ -194,7 +194,7 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
         {"rollout.enforce_eager": False},
         "more rollout.replicas, or a larger rollout.max_staleness or rollout.max_num_seqs",
     ),
-    "replicas_paused": ({"rollout.on_update": "continue"}, "a larger data.batch_size, of whose time a sync takes less"),
+    "replicas_paused": ({"rollout.on_update": "continue"}, "a larger data.batch_size, so that syncs are a smaller share"),
     "padding": ({"engine.parallel.context": 1}, "longer samples, or micro-batches that divide among the ranks"),
     "memory_near_limit": (
         {"engine.recompute": "selective"},
@@ -219,7 +219,7 @@ def test_every_condition_whose_remedy_can_be_there_already_has_a_case() -> None:
 
 
 def test_remedies_look_at_keys_that_there_are(tmp_path: Path) -> None:
-    """And a run with all defaults of the config is told nothing that it has."""
+    """And a run with all defaults of the config gets no remedy that it has already."""
     config = load_config(write(tmp_path / "run.yaml", "{}")).model_dump()
     asked: list[str] = []
 
@@ -227,10 +227,10 @@ def test_remedies_look_at_keys_that_there_are(tmp_path: Path) -> None:
         asked.append(key)
         return functools.reduce(operator.getitem, key.split("."), config)
 
-    told = {each.name: each.remedy_for(setting) for each in CONDITIONS}
-    assert asked and all(f"{key}={str(setting(key)).lower()}" not in remedy for remedy in told.values() for key in set(asked))
+    remedies = {each.name: each.remedy_for(setting) for each in CONDITIONS}
+    assert asked and all(f"{key}={str(setting(key)).lower()}" not in remedy for remedy in remedies.values() for key in set(asked))
 
 
 def test_where_all_of_it_is_set_something_else_is_advised() -> None:
     condition = Condition("x", "X", "any", (Unless("a.b=1", lambda _: True),), lambda _: "seen")
-    assert condition.remedy_for(lambda _: None) == "something else than a.b=1, which the run has"
+    assert condition.remedy_for(lambda _: None) == "the run already has a.b=1"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megasync.config.schema import Config, RunConfig
 from megasync.config.load import load_config
 from megasync.config.files import write_atomically
-from megasync.reporting.log import (
+from megasync.report.log import (
     RunLog,
     read_evaluations,
     read_metrics,
@@ -24,7 +24,7 @@ from megasync.reporting.log import (
     read_summary,
     write_summary,
 )
-from megasync.reporting.timeline import Timeline
+from megasync.report.timeline import Timeline
 from tests.support.file_limit import umask
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,9 +1,5 @@
-"""The page's JavaScript: draws curves with plotly as they come into view, and tokens with their colours. No network.
-
-Data is in two JSON elements, `curves` and `tokens` (curves.py, samples.py); colours are the CSS variables of style.py.
-"""
-
-SCRIPT = r"""
+// Draws curves with plotly as they come into view, and tokens with their colours. No network. Data is in two JSON elements,
+// `curves` and `tokens`; colours are the variables of report.css.
 "use strict";
 const read = id => JSON.parse(document.getElementById(id).textContent);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -121,12 +117,12 @@ function shade(sample, at, by) {                                      // [colour
 
 const background = ([colour, strength]) => strength > 0.02 ? `rgba(var(${colour}), ${(0.6 * strength).toFixed(3)})` : "";
 
-function tell(sample, at) {
+function showFigures(sample, at) {
   const text = JSON.stringify(sample.token_texts[at]), gap = sample.gaps[at];
   const parts = [`token ${at + 1} of ${sample.token_texts.length} ${text}`, `vLLM ${digits(sample.rollout_log_probs[at])}`];
   if (gap != null) parts.push(`trainer ${digits(sample.trainer_log_probs[at])}`, `gap ${digits(gap)} nats`);
   parts.push(`version ${sample.versions[at]}`);
-  document.querySelectorAll(".token-told").forEach(each => { each.textContent = parts.join(" · "); });
+  document.querySelectorAll(".token-figures").forEach(each => { each.textContent = parts.join(" · "); });
 }
 
 document.querySelectorAll("pre[data-tokens]").forEach(holder => {
@@ -136,8 +132,8 @@ document.querySelectorAll("pre[data-tokens]").forEach(holder => {
     const token = holder.appendChild(document.createElement("span"));
     token.className = /^<[^ ]*>$/.test(text) ? "t special" : "t";
     token.textContent = text;
-    token.addEventListener("pointerenter", () => tell(sample, at));
-    token.addEventListener("click", () => tell(sample, at));
+    token.addEventListener("pointerenter", () => showFigures(sample, at));
+    token.addEventListener("click", () => showFigures(sample, at));
     drawn.push([token, sample, at]);
   });
 });
@@ -162,13 +158,11 @@ function colour(by) {
 }
 document.querySelectorAll(".legend button").forEach(each => each.addEventListener("click", () => colour(each.dataset.by)));
 colour(sizes.length && sizes[sizes.length - 1] > 0.001 ? "gap" : "probability");   // in float32 there are no gaps to see
-"""
 
-WATCH = r"""
-setInterval(async () => {                                             // served by --watch: again once the run has gone on
+// ------------------------------------------------------------------------------------------------------- watch
+if (document.body.dataset.state) setInterval(async () => {            // served by --watch: reload once the run has new steps
   try {
     const answer = await fetch("/state", {cache: "no-store"});
     if (answer.ok && (await answer.text()) !== document.body.dataset.state) location.reload();
   } catch (error) { document.title = "(not running) " + document.title.replace(/^\(not running\) /, ""); }
 }, 3000);
-"""

@@ -1,7 +1,7 @@
-"""Serves a run's report on the loopback while the run goes on. Leaves out the page (page.py).
+"""Serves a run's report on the loopback interface while the run is active. Leaves out the page (page.py).
 
-The page asks for `/state` every few seconds, and loads itself again once that has changed. It is made anew when it is asked for
-and the run's files have changed, at most every MIN_SECONDS; nothing is written. One request at a time, each with a time limit.
+The page requests `/state` every few seconds and reloads once it has changed. The server renders the page on request, if the
+run's files have changed, at most every MIN_SECONDS; it writes no files. One request at a time, each with a time limit.
 
     watch([Path("runs/a")], port=8070)        # until Ctrl-C
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from megasync.config.errors import ConfigError, explain
 from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE
-from megasync.reporting.html.record import read_records
-from megasync.reporting.log import SUMMARY_FILE
-from megasync.reporting.page import page
+from megasync.report.html.record import read_records
+from megasync.report.log import SUMMARY_FILE
+from megasync.report.page import page
 
 HOST, DEFAULT_PORT = "127.0.0.1", 8070
 REQUEST_SECONDS = 10.0
@@ -27,7 +27,7 @@ WATCHED = (METRICS_FILE, EVALUATIONS_FILE, SUMMARY_FILE)
 
 
 class Watcher:
-    """The page of these runs, made anew when it has to be."""
+    """The page of these runs, rendered again after the files have changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
@@ -40,7 +40,7 @@ class Watcher:
         return "-".join(f"{stat.st_size:x}.{stat.st_mtime_ns:x}" if stat else "0" for stat in stats)
 
     def page(self) -> bytes:
-        """ValueError where a folder is not a run's."""
+        """The HTML page. ValueError if a folder is not a run's."""
         state = self.state
         if state != self._state and time.monotonic() - self._made_seconds >= MIN_SECONDS:
             self._page = page(read_records(self.folders), state).encode()
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):  # another site's script by another name
+        if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):  # against DNS rebinding
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path == "/":
             try:
@@ -82,14 +82,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *message: object) -> None:
-        """Nothing: a line every few seconds would bury the address."""
+        """Logs nothing, so that the address stays visible on the terminal."""
 
 
 def watch(folders: Sequence[Path], port: int) -> None:
-    """Serve until Ctrl-C.
+    """Serves until Ctrl-C.
 
     Raises:
-        ValueError: a folder is not a run's, or the port is taken.
+        ValueError: a folder is not a run's, or the port is in use.
     """
     watcher = Watcher(folders)
     watcher.page()

@@ -7,9 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.reporting.html.samples import HEADER, branches, given_turns
-from megasync.reporting.page import write_report
-from tests.megasync.reporting.test_report import data_of, fake_run, log_of, text_of
+from megasync.report.html.samples import HEADER, branches, given_turns
+from megasync.report.page import write_report
+from tests.megasync.report.test_report import data_of, fake_run, log_of, text_of
 
 HEADERS = ("<|im_start|>user\n", "<|start_header_id|>tool<|end_header_id|>\n\n", "<start_of_turn>model\n", "<|tool|>", "[INST]")
 
@@ -63,5 +63,5 @@ def test_a_sample_is_shown_as_its_turns(tmp_path: Path) -> None:
 
 def test_branches_are_numbered() -> None:
     pieces = EPISODE["branches"][0]  # type: ignore[index]
-    shown = branches({"branches": [pieces, pieces[:2]]}, [])
-    assert "branch 1 of 2" in shown and "branch 2 of 2" in shown
+    headings = [part.heading for part in branches({"branches": [pieces, pieces[:2]]}, [])]
+    assert "branch 1 of 2" in headings and "branch 2 of 2" in headings

@@ -1,8 +1,8 @@
-"""What a run's metrics say, each sign as a function: the evidence where it holds, else None. Pure functions.
+"""Signs of trouble in a run's metrics: each function returns the evidence as text if the sign is present, else None. Pure.
 
     entropy(Series(record.steps, record.evaluations))   # "0.005 nats in steps 35 to 39, 1.483 at the start"
 
-Metrics that a run does not have, and runs that are too short to tell, give None. Leaves out what to try (advisories.py).
+None also if a metric is missing or the run is too short. Leaves out remedies (advisories.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-RECENT = 10  # most conditions look at so many last steps
-FEWEST = 5  # and at no run with fewer
-START_STEPS = 2  # which compile, allocate and fill the replicas, and say nothing of speed
+RECENT = 10  # last steps that most conditions read
+MIN_VALUES = 5  # values of a metric that most conditions need
+START_STEPS = 2  # first steps, which compile and allocate, and are left out of speeds
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -27,22 +27,22 @@ class Series:
         self.steps, self.evaluations = steps, evaluations
 
     def all(self, key: str) -> list[float]:
-        """Where it is a number, in the order of steps."""
+        """The metric's values, in the order of steps, without steps where it is not a number."""
         return [float(line[key]) for line in self.steps if is_number(line.get(key))]
 
     def recent(self, key: str) -> list[float]:
-        """Its last values; none where there are fewer than FEWEST of them."""
+        """The metric's last RECENT values; empty if there are fewer than MIN_VALUES."""
         values = self.all(key)
-        return values[-RECENT:] if len(values) >= FEWEST else []
+        return values[-RECENT:] if len(values) >= MIN_VALUES else []
 
     def steady(self, *keys: str) -> list[tuple[float, ...]]:
-        """Several together, without the first steps; none where too few are left to speak of speed."""
+        """Values of several metrics by step, without the first START_STEPS steps; empty if fewer than 2 * MIN_VALUES are left."""
         lines = self.steps[START_STEPS:]
         rows = [tuple(float(line[key]) for key in keys) for line in lines if all(is_number(line.get(key)) for key in keys)]
-        return rows if len(rows) >= 2 * FEWEST else []
+        return rows if len(rows) >= 2 * MIN_VALUES else []
 
     def where(self, number: int = RECENT) -> str:
-        """The last `number` steps in words."""
+        """The last `number` steps as text."""
         last = self.steps[-number:]
         return f"steps {last[0]['step']} to {last[-1]['step']}"
 
@@ -56,15 +56,15 @@ def is_number(value: object) -> bool:
 
 
 def above(key: str, limit: float, words: str) -> Callable[[Series], str | None]:
-    """Fires where the mean of the recent values is above `limit`; `words` has it as {0}."""
-    return lambda run: _told(run, key, words, lambda mean: mean > limit)
+    """A sign that is present if the mean of the recent values is above `limit`; `words` is the evidence, with the mean as {0}."""
+    return lambda run: _evidence(run, key, words, lambda mean: mean > limit)
 
 
 def below(key: str, limit: float, words: str) -> Callable[[Series], str | None]:
-    return lambda run: _told(run, key, words, lambda mean: mean < limit)
+    return lambda run: _evidence(run, key, words, lambda mean: mean < limit)
 
 
-def _told(run: Series, key: str, words: str, is_wrong: Callable[[float], bool]) -> str | None:
+def _evidence(run: Series, key: str, words: str, is_wrong: Callable[[float], bool]) -> str | None:
     recent = run.recent(key)
     if not recent or not is_wrong(mean := statistics.fmean(recent)):
         return None
@@ -76,10 +76,10 @@ def _told(run: Series, key: str, words: str, is_wrong: Callable[[float], bool]) 
 
 def entropy(run: Series) -> str | None:
     values = run.all("entropy/mean")
-    if len(values) < 2 * FEWEST:
+    if len(values) < 2 * MIN_VALUES:
         return None
-    first, last = statistics.fmean(values[:FEWEST]), statistics.fmean(values[-FEWEST:])
-    return f"{last:.3f} nats in {run.where(FEWEST)}, {first:.3f} at the start" if last < min(0.1, first / 5) else None
+    first, last = statistics.fmean(values[:MIN_VALUES]), statistics.fmean(values[-MIN_VALUES:])
+    return f"{last:.3f} nats in {run.where(MIN_VALUES)}, {first:.3f} at the start" if last < min(0.1, first / 5) else None
 
 
 def constant_reward(run: Series) -> str | None:
@@ -102,12 +102,12 @@ def gradient(run: Series) -> str | None:
 
 def spikes(run: Series) -> str | None:
     norms = run.all("grad_norm")
-    if len(norms) < 4 * FEWEST:
+    if len(norms) < 4 * MIN_VALUES:
         return None
     median = statistics.median(norms)
     high = [norm for norm in norms if norm > 10 * median > 0]
-    told = f"{len(high)} of {len(norms)} steps above 10 times the median {median:.3g}"
-    return f"{told}, {max(high):.3g} the most" if len(high) > 2 else None
+    evidence = f"{len(high)} of {len(norms)} steps above 10 times the median {median:.3g}"
+    return f"{evidence}, {max(high):.3g} the most" if len(high) > 2 else None
 
 
 def skipped(run: Series) -> str | None:
@@ -124,9 +124,9 @@ def failures(run: Series) -> str | None:
 def held_out(run: Series) -> str | None:
     rewards = run.all("reward/mean")
     held_out = [v for line in run.evaluations if is_number(v := line.get("eval/reward", line.get("eval/accuracy")))]
-    if len(held_out) < 2 or len(rewards) < 2 * FEWEST:
+    if len(held_out) < 2 or len(rewards) < 2 * MIN_VALUES:
         return None
-    gained = statistics.fmean(rewards[-FEWEST:]) - statistics.fmean(rewards[:FEWEST])
+    gained = statistics.fmean(rewards[-MIN_VALUES:]) - statistics.fmean(rewards[:MIN_VALUES])
     lost = held_out[0] - held_out[-1]
     return f"held-out {held_out[0]:.3f} to {held_out[-1]:.3f}, sampled {gained:+.3f}" if gained > 0.05 and lost > 0.02 else None
 
@@ -135,9 +135,9 @@ def held_out(run: Series) -> str | None:
 
 
 def gap(run: Series) -> str | None:
-    """Tokens of an older version have a gap that is no error, so that an asynchronous run is judged by its canary."""
+    """Reads the canary's gap in asynchronous runs, where tokens of older versions have a gap that is not an error."""
     gaps = run.all("sync/canary_gap" if run.is_asynchronous else "logprob_gap/mean")
-    if len(gaps) < 4 * FEWEST:
+    if len(gaps) < 4 * MIN_VALUES:
         return None
     quarter = len(gaps) // 4
     first, last = statistics.fmean(gaps[:quarter]), statistics.fmean(gaps[-quarter:])
@@ -148,7 +148,7 @@ def gap(run: Series) -> str | None:
 def large_gap(run: Series) -> str | None:
     if run.is_asynchronous:
         return None
-    return _told(run, "logprob_gap/mean", "{0:.2g} nats", lambda mean: mean > 0.1)
+    return _evidence(run, "logprob_gap/mean", "{0:.2g} nats", lambda mean: mean > 0.1)
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
@@ -171,7 +171,7 @@ def replicas_paused(run: Series) -> str | None:
 
 
 def convoy(run: Series) -> str | None:
-    """Every other step waits: two batches end together and are trained together, while the replicas have nothing to do."""
+    """Every other step waits: two batches finish together and are trained one after the other, while the replicas are idle."""
     rows = run.steady("rollout/wait_seconds", "step/seconds")
     if not rows or not run.is_asynchronous:
         return None

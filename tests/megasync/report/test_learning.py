@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megasync.reporting.learning import Trend, noise_variance, trends, verdict
-from megasync.reporting.signs import Series
+from megasync.report.learning import Trend, noise_variance, trends, verdict
+from megasync.report.signs import Series
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = json.loads((ROOT / "tests" / "data" / "runs.json").read_text())

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read for the report. Leaves out what becomes of it.
+"""Reads the files of a run's folder for the report. Leaves out figures and charts (figures.py, curves.py).
 
 record = read_record(Path("runs/quickstart/rl"))
 record.held_out            # ("Held-out reward", [(0, 0.11), (100, 0.25)])
@@ -15,7 +15,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from megasync.config.errors import explain
-from megasync.reporting.log import (
+from megasync.report.log import (
     CONFIG_FILE,
     TIMELINE_FILE,
     read_evaluations,
@@ -24,19 +24,18 @@ from megasync.reporting.log import (
     read_samples,
     read_summary,
 )
-from megasync.reporting.metric_names import label
+from megasync.report.registry import label
 
-PLAN_FILE = "plan.json"
 HELD_OUT = ("eval/reward", "eval/accuracy")
 Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Span:
-    """One event of timeline.json; times are seconds. `lane`: its track."""
+    """One event of timeline.json; times are seconds. `track`: such as "trainer" or "replica 0/requests"."""
 
     name: str
-    lane: str
+    track: str
     begin: float
     end: float
     args: dict[str, Any]
@@ -44,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Record:
-    """A run. `name` is its own, or that with its folders where several runs of one name are compared."""
+    """A run's files. `name` is run.name, or the end of its path if several runs with the same name are compared."""
 
     name: str
     folder: Path
@@ -53,20 +52,19 @@ class Record:
     evaluations: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     summary: dict[str, Any]
-    plan: dict[str, Any]
     spans: list[Span]
 
     def points(self, key: str) -> Points:
-        """(step, value) wherever the metric is a number, in the order of steps."""
+        """(step, value) for each step where the metric is a number, sorted by step."""
         return self._columns.get(key, [])
 
     def values(self, key: str, last: int = 0) -> list[float]:
-        """Those of the last steps, or of all."""
+        """The metric's last `last` values, or all for 0."""
         return [value for _, value in self.points(key)][-last:]
 
     @property
     def keys(self) -> list[str]:
-        """Of all metrics, in the order in which they come."""
+        """Names of all metrics, in the order of their first use."""
         return list(self._columns)
 
     @cached_property
@@ -80,7 +78,7 @@ class Record:
 
     @property
     def held_out(self) -> tuple[str, Points]:
-        """Name and values of what stands for the run: a held-out figure, or the sampled reward."""
+        """Label and points of the main held-out metric; empty without one."""
         sets = [key for key in self.keys if key.startswith("eval/") and "avg@" in key]
         for key in (*HELD_OUT, *sets[:1]):
             if points := self.points(key):
@@ -89,11 +87,11 @@ class Record:
 
     @property
     def num_steps(self) -> int:
-        """Those that the run is to do, as far as its config says."""
+        """run.steps of the config; 0 if it is unknown."""
         return int(self.get("run.steps") or 0)
 
     def get(self, key: str) -> Any:
-        """A key of the config such as `run.steps`; None where it has none."""
+        """The value of a config key such as `run.steps`; None if the config does not have it."""
         value: Any = self.config
         for name in key.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -105,7 +103,7 @@ def is_number(value: object) -> bool:
 
 
 def read_record(folder: Path) -> Record:
-    """Raises ValueError where the folder has no metrics.jsonl."""
+    """Reads a run's folder. Raises ValueError if it has no metrics.jsonl."""
     steps, config = read_metrics(folder), _config(folder / CONFIG_FILE)
     return Record(
         name=str((config.get("run") or {}).get("name") or folder.resolve().name),
@@ -115,13 +113,12 @@ def read_record(folder: Path) -> Record:
         evaluations=read_evaluations(folder),
         samples=read_samples(folder),
         summary=read_summary(folder),
-        plan=read_object(folder / PLAN_FILE),
         spans=_spans(read_object(folder / TIMELINE_FILE)),
     )
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """As it was written, whatever keys there are now; {} where there is no such file."""
+    """The config as it was written, also by older versions with other keys; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -132,7 +129,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def read_records(folders: Sequence[Path]) -> list[Record]:
-    """Of several runs; where some share a name, all have the ends of their folders' paths that tell them apart."""
+    """Reads several runs; if some share a name, all are named by the ends of their folders' paths."""
     records = [read_record(folder) for folder in folders]
     names = [record.name for record in records]
     if len(set(names)) == len(names):
@@ -141,7 +138,7 @@ def read_records(folders: Sequence[Path]) -> list[Record]:
 
 
 def distinct_ends(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of these paths, of as many parts each, of which no two are equal; a/b/rl, a/c/rl: b/rl, c/rl. Pure."""
+    """The shortest ends of the paths, with equally many parts, that are all different: a/b/rl, a/c/rl give b/rl, c/rl. Pure."""
     parts = [folder.absolute().parts for folder in folders]
     for number in range(1, max(map(len, parts))):
         ends = [str(Path(*each[-number:])) for each in parts]
@@ -151,15 +148,15 @@ def distinct_ends(folders: Sequence[Path]) -> list[str]:
 
 
 def _spans(trace: dict[str, Any]) -> list[Span]:
-    """Of a Chrome trace, in the order of their begins."""
-    lanes = {(pid, tid): track for track, (pid, tid) in trace.get("tracks", {}).items()}
+    """Spans of a Chrome trace, sorted by begin."""
+    tracks = {(pid, tid): track for track, (pid, tid) in trace.get("tracks", {}).items()}
     for event in trace.get("traceEvents", ()):
         if event["ph"] == "M" and event["name"] == "process_name":  # of timelines without `tracks`
-            lanes.setdefault((event["pid"], event["tid"]), event["args"]["name"])
+            tracks.setdefault((event["pid"], event["tid"]), event["args"]["name"])
     spans = [
         Span(
             name=event["name"],
-            lane=lanes.get((event["pid"], event["tid"]), str(event["pid"])),
+            track=tracks.get((event["pid"], event["tid"]), str(event["pid"])),
             begin=event["ts"] / 1e6,
             end=(event["ts"] + event["dur"]) / 1e6,
             args=event.get("args", {}),

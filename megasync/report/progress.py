@@ -1,10 +1,10 @@
-"""How far a run is, on the terminal: a bar with the latest figures as wide as the terminal, else one plain line a step.
+"""Progress of a run on the terminal: a bar with the latest figures, or one plain line per step.
 
     progress = make_progress("auto", num_steps=100, first_step=0)
     progress.update(1, {"reward/mean": 0.4, "step/seconds": 2.5})
     progress.close()
 
-Leaves out what a run writes into files (log.py).
+Leaves out the run's files (log.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BAR_WIDTH, GAP = 20, "  "
-TIMED_STEPS = 20  # whose mean says how much time is left
+TIMED_STEPS = 20  # last steps, whose mean duration gives the time left
 SHOWN = {  # metric -> (label, format)
     "reward/mean": ("reward", "{:.3f}"),
     "eval/reward": ("held-out reward", "{:.3f}"),
@@ -41,10 +41,10 @@ SHOWN = {  # metric -> (label, format)
 
 
 class Progress:
-    """Shows nothing; what the other kinds are made from."""
+    """Shows nothing; base class of the other kinds."""
 
     def update(self, step: int, values: Mapping[str, object]) -> None:
-        """So many steps are done."""
+        """Shows the figures after `step` steps."""
 
     def note(self, text: str) -> None: ...
 
@@ -52,7 +52,7 @@ class Progress:
 
 
 def make_progress(kind: str, num_steps: int, first_step: int) -> Progress:
-    """`kind` is run.progress; auto is rich on a terminal that can move its cursor, else plain."""
+    """`kind` is the value of run.progress; auto is rich on a terminal that can move its cursor, else plain."""
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") else "plain"
     if kind == "rich":
@@ -61,12 +61,12 @@ def make_progress(kind: str, num_steps: int, first_step: int) -> Progress:
 
 
 def figures(values: Mapping[str, object]) -> str:
-    """The metrics worth a look on one line."""
+    """The metrics of SHOWN and of evaluation sets, on one line."""
     return "  ".join(_figures(values))
 
 
 def _figures(values: Mapping[str, object]) -> list[str]:
-    """Those of SHOWN and of evaluation sets that a run has, the important ones first."""
+    """The metrics of SHOWN and of evaluation sets that `values` has, the important ones first."""
     shown = []
     for key, (label, form) in SHOWN.items():
         value = values.get(key)
@@ -88,7 +88,7 @@ class _PlainProgress(Progress):
 
 
 class _RichProgress(Progress):
-    """One line that is as wide as the terminal: step, bar, time left, and as many figures as there is room for."""
+    """One line of the terminal's width: step, bar, time left, and as many figures as fit."""
 
     def __init__(self, num_steps: int, first_step: int) -> None:
         from rich import get_console
@@ -114,7 +114,7 @@ class _RichProgress(Progress):
         return line
 
     def _time_left(self) -> str:
-        """By the mean of the last steps; the one that goes on has taken its part of it."""
+        """The remaining steps by the mean of the last ones, less the time since the last update."""
         if not self._seconds:
             return "-:--:--"
         seconds = statistics.fmean(self._seconds) * (self._num_steps - self._step) - (time.monotonic() - self._updated_seconds)
@@ -133,6 +133,6 @@ class _RichProgress(Progress):
 
 
 def fitting(parts: Sequence[str], width: int) -> list[str]:
-    """The first of them, up to the one that would be cut on a line of so many columns, with GAP between. Pure."""
+    """The first parts that fit, with GAP between, on a line of `width` columns. Pure."""
     ends = itertools.accumulate(len(part) + len(GAP) for part in parts)
     return [part for part, end in zip(parts, ends, strict=True) if end - len(GAP) <= width]

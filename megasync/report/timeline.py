@@ -1,6 +1,6 @@
-"""What happened when, as a Chrome trace: open `timeline.json` in https://ui.perfetto.dev or chrome://tracing.
+"""The run's events as a Chrome trace: open `timeline.json` in https://ui.perfetto.dev or chrome://tracing.
 
-Leaves out counters and what runs inside a GPU. No torch in here.
+Leaves out counters and GPU kernels. No torch in here.
 
     timeline = Timeline(run_folder / "timeline.json")
     with timeline.span("train", track="trainer", step=3):
@@ -26,10 +26,10 @@ from megasync.config.files import write_atomically
 class Timeline:
     """Complete events on tracks; a track is "process/thread", or "process" for its only thread.
 
-    Times are time.time() seconds, so that spans taken in other processes fit in; in the file they are microseconds.
-    The file is rewritten whole at most every `write_every_seconds`, and by `write`. The oldest events go first once
-    there are `max_events`. With `resume` the events that the file holds stay. May be used from several threads. Without
-    a path it takes all calls and keeps nothing: what the ranks that write no files are given.
+    Times are time.time() seconds, so that spans of other processes can be added; in the file they are microseconds. The
+    file is rewritten at most every `write_every_seconds`, and by `write`. Beyond `max_events` the oldest events are
+    dropped. With `resume` the events of an existing file are kept. Thread-safe. With `path` None, for ranks that write no
+    files, all calls do nothing.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, track: str, **args: object) -> Iterator[None]:
-        """Times the block, also where it raises; `args` are shown with the event."""
+        """Adds an event for the block, even if it raises; `args` are shown with the event."""
         start_seconds = time.time()
         try:
             yield
@@ -56,7 +56,7 @@ class Timeline:
     def add(
         self, name: str, track: str, start_seconds: float, end_seconds: float, args: Mapping[str, object] | None = None
     ) -> None:
-        """One event from `start_seconds` to `end_seconds`, both time.time()."""
+        """Adds one event from `start_seconds` to `end_seconds`, both of time.time()."""
         if self.path is None:
             return
         with self._lock:
@@ -76,13 +76,13 @@ class Timeline:
                 self._write(self.path)
 
     def write(self) -> None:
-        """Replace the file by all events so far."""
+        """Writes all events so far to the file."""
         if self.path is not None:
             with self._lock:
                 self._write(self.path)
 
     def _place(self, track: str) -> tuple[int, int]:
-        """A process's tracks share its pid; both count from 1 in the order of first use."""
+        """(pid, tid) of a track. Tracks of one process share its pid; both count from 1 in the order of first use."""
         if track not in self._tracks:
             process = track.partition("/")[0]
             pids = {known.partition("/")[0]: pid for known, (pid, _) in self._tracks.items()}

@@ -1,7 +1,6 @@
-"""What a run writes down: config.yaml, metrics.jsonl, evaluations.jsonl, samples.jsonl, summary.json, and what loggers are told.
+"""Writes a run's config.yaml, metrics.jsonl, evaluations.jsonl, samples.jsonl and summary.json, and calls the loggers.
 
-Leaves out the line on the terminal (progress.py), the loggers (loggers.py), how spans of time are kept (timeline.py) and plots
-(page.py).
+Leaves out the line on the terminal (progress.py), the loggers (loggers.py), the trace (timeline.py) and plots (page.py).
 
     log = RunLog(config, first_step=0, write=rank == 0)
     log.evaluation(0, {"eval/reward": 0.3})
@@ -23,24 +22,27 @@ from megasync.config.errors import explain, refuse_if
 from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.config.load import save_config
 from megasync.config.schema import Config
-from megasync.reporting.loggers import Logger, open_loggers
-from megasync.reporting.progress import figures, make_progress
-from megasync.reporting.timeline import Timeline
+from megasync.report.loggers import Logger, open_loggers
+from megasync.report.progress import figures, make_progress
+from megasync.report.timeline import Timeline
 
 Scalar = float | int | bool | str | None
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 TIMELINE_FILE = "timeline.json"
+WORKER_PEAK = "memory/worker_host_peak_bytes"  # in summary.json: the largest peak of a vLLM worker's resident memory
+WORKER_DEVICE = "memory/worker_device_bytes"  # in summary.json: memory in use on a vLLM worker's GPU at the end of the run
+TRAINING_DEVICE = "memory/training_device_bytes"  # memory in use on a GPU shared with a replica, while the replica sleeps
 FILES = (METRICS_FILE, EVALUATIONS_FILE, SAMPLES_FILE)
 
 
 class RunLog:
-    """All that a run writes down. The rank with `write` does; the others take the same calls and write nothing.
+    """A run's log. The rank with `write` writes; the other ranks make the same calls, which do nothing.
 
-    A step is one line, flushed, so that a run that dies leaves every finished step. `step` is everywhere the number of steps that
-    were done: the first is 1, and an evaluation before it is of 0. `first_step` of them were done before this process: what is
-    there of later ones, left by a run that went further than its last checkpoint, is dropped, and so are an evaluation after
-    `first_step`, which is repeated, a cut-off last line, and everything when it is 0. `tensorboard`: false for no loggers.
+    Each step is one line, flushed, so that a run that crashes keeps every finished step. `step` is the number of finished steps:
+    the first step is 1, and an evaluation before it has step 0. `first_step` is the step that this process resumes from, 0 for a
+    new run: existing lines of later steps are dropped, as are a truncated last line and an evaluation after `first_step`, which
+    is repeated. `tensorboard`: false for no loggers.
     """
 
     def __init__(self, config: Config, *, first_step: int, write: bool, tensorboard: bool = True) -> None:
@@ -56,17 +58,17 @@ class RunLog:
         self._progress = make_progress(config.run.progress if write else "none", config.run.steps, first_step)
 
     def step(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Write step `step` down; numbers that are not finite become null, which plots leave out."""
+        """Writes the metrics of a step; numbers that are not finite become null, which plots leave out."""
         self._append(METRICS_FILE, step, values)
         self._progress.update(step, values)
 
     def evaluation(self, step: int, values: Mapping[str, Scalar]) -> None:
-        """Write down what an evaluation after `step` steps found."""
+        """Writes the metrics of an evaluation after `step` steps."""
         self._append(EVALUATIONS_FILE, step, values)
         self._progress.note(f"after {step} step{'' if step == 1 else 's'}: {figures(values)}")
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write down responses of step `step`, or of an evaluation after `step` steps."""
+        """Writes responses of step `step`, or of an evaluation after `step` steps."""
         if file := self._files.get(SAMPLES_FILE):
             file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
             file.flush()
@@ -81,7 +83,7 @@ class RunLog:
             logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
 
     def note(self, text: str) -> None:
-        """One line to the person watching, above the progress display; it is in no file."""
+        """Prints one line on the terminal, above the progress display; no file gets it."""
         self._progress.note(text)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -89,7 +91,7 @@ class RunLog:
             write_summary(self._folder, values)
 
     def close(self) -> None:
-        """Write the timeline and end the display."""
+        """Writes the timeline, ends the progress display, and closes files and loggers."""
         self.timeline.write()
         self._progress.close()
         for file in self._files.values():
@@ -99,7 +101,7 @@ class RunLog:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last one that was cut off is left out. ValueError names any other broken line."""
+    """The lines of metrics.jsonl, without a truncated last line. ValueError for a missing file or another malformed line."""
     path = run_folder / METRICS_FILE
     if not path.is_file():
         remedy = "name the folder of a run, such as runs/quickstart/rl"
@@ -108,19 +110,19 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:
-    """The lines of evaluations.jsonl, as `read_metrics` does; none where there is no such file."""
+    """The lines of evaluations.jsonl, as `read_metrics`; empty if there is no such file."""
     path = run_folder / EVALUATIONS_FILE
     return _read_lines(path) if path.is_file() else []
 
 
 def read_samples(run_folder: Path) -> list[dict[str, Any]]:
-    """The lines of samples.jsonl, as `read_metrics` does; none where there is no such file."""
+    """The lines of samples.jsonl, as `read_metrics`; empty if there is no such file."""
     path = run_folder / SAMPLES_FILE
     return _read_lines(path) if path.is_file() else []
 
 
 def _open_from(path: Path, first_step: int) -> TextIO:
-    """The file open for appending, with only the lines that stay (RunLog)."""
+    """Rewrites the file without lines that a resumed run repeats (see RunLog), and opens it for appending."""
     kept = [line for line in _read_lines(path) if _stays(path.name, line, first_step)] if path.is_file() and first_step else []
     write_atomically(path, "".join(json_text(line) + "\n" for line in kept))
     return path.open("a", encoding="utf-8")
@@ -142,8 +144,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
                 lines.append(line)
         except (ValueError, KeyError, TypeError) as error:
             if number == len(raw_lines):
-                break  # no line feed after it: it was cut off
-            remedy = f"take line {number} out"
+                break  # without a line feed: truncated
+            remedy = f"remove line {number}"
             raise ValueError(explain(f"{path}:{number}: not a line of metrics: {error!r}", remedy=remedy)) from error
     return lines
 
@@ -154,12 +156,12 @@ def write_summary(run_folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_summary(run_folder: Path) -> dict[str, Any]:
-    """What `write_summary` wrote; empty where there is none yet."""
+    """The content of summary.json; empty if there is none yet."""
     return read_object(run_folder / SUMMARY_FILE)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that a run wrote for itself; empty where there is no such file. ValueError names one that holds none."""
+    """A JSON object that a run wrote; empty if there is no such file. ValueError for a file with anything else."""
     if not path.is_file():
         return {}
     problem = "holds no JSON object"
@@ -167,13 +169,13 @@ def read_object(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except ValueError as error:
         found, problem = None, f"not JSON: {error}"
-    remedy = "delete it: the run writes it again where it needs it"
+    remedy = "delete it: the run writes it again if it needs it"
     refuse_if(not isinstance(found, dict), f"{path}: {problem}", remedy=remedy)
     return dict(found)
 
 
 def json_text(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON proper: NaN and infinities, which it does not have, become null, however deep they lie."""
+    """Standard JSON: NaN and infinities become null, at any depth."""
     try:
         return json.dumps(values, allow_nan=False, indent=indent)
     except ValueError:

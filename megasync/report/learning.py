@@ -1,4 +1,4 @@
-"""Did a run learn? For each of its figures: rose, flat or fell, by how much, and with what error. Pure functions.
+"""Whether a run has learned: each figure rose, was flat or fell, with the change and its standard error. Pure functions.
 
 A held-out figure compares its first evaluation with its last; the standard error is over the prompts of both. A sampled one
 compares the means of the first and the last steps, a fifth of all and at most 10; the standard error is that of the residuals
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megasync.reporting.metric_names import label
-from megasync.reporting.signs import FEWEST, Series, is_number
+from megasync.report.registry import label
+from megasync.report.signs import MIN_VALUES, Series, is_number
 
-FEWEST_STEPS = 10  # of a sampled figure; with fewer its noise is not known
-FEWEST_FOR_ADVICE = 20
-MOST_IN_WINDOW, LEAST_IN_WINDOW = 10, 3
-LEAST_OF_LINE, MOST_BREAKS = 4, 100
-SURE_SAMPLED, SURE_HELD_OUT, SURE_PEAK = 2.5, 2.0, 4.0  # standard errors; a peak is the best of many
-LEAST_EFFECT = 0.05  # of the deviation of the rewards of responses: a smaller change is flat, however certain
+MIN_STEPS = 10  # of a sampled figure; with fewer the noise cannot be estimated
+MIN_STEPS_FOR_ADVICE = 20
+MAX_WINDOW, MIN_WINDOW = 10, 3  # steps whose means are compared
+MIN_LINE_POINTS, MAX_BREAKS = 4, 100  # of noise_variance
+SURE_SAMPLED, SURE_HELD_OUT, SURE_PEAK = 2.5, 2.0, 4.0  # standard errors; higher for a peak, the best of many values
+MIN_EFFECT = 0.05  # in standard deviations of the rewards: a smaller change is flat, even if it is significant
 SAMPLED = ("reward/mean", "loss/sft")
 LOSSES = ("loss/sft",)
 HELD_OUT = ("eval/reward", "eval/accuracy")
@@ -34,8 +34,8 @@ HELD_OUT = ("eval/reward", "eval/accuracy")
 
 @dataclass(frozen=True)
 class Trend:
-    """Of one metric, from `first` to `last`. `error`: the standard error of the change. `best`, in `best_step`: where it was
-    better than at both ends.
+    """The change of one metric from `first` to `last`. `error`: the standard error of the change. `best`, reached in `best_step`:
+    a value significantly better than both ends, else None.
     """
 
     key: str
@@ -52,7 +52,7 @@ class Trend:
 
     @property
     def has_worsened(self) -> bool:
-        """Since the start, or since its best."""
+        """Whether the metric is worse than at the start, or than its best."""
         return self.best is not None or self.word == ("rose" if self.key in LOSSES else "fell")
 
     @property
@@ -79,17 +79,17 @@ def trends(run: Series) -> list[Trend]:
 
 
 def verdict(run: Series) -> str:
-    """One line for the end of a run and the head of its report; empty where no step has been done."""
+    """One line for the end of a run and the head of its report; empty if no step was done."""
     if not run.steps:
         return ""
     if not (found := trends(run)):
-        return f"too early to tell whether it learns: {FEWEST_STEPS} steps or two evaluations of data.eval are needed"
+        return f"too early to tell whether it learns: {MIN_STEPS} steps or two evaluations of data.eval are needed"
     return "; ".join(trend.words for trend in found) + " (± one standard error)"
 
 
 def num_compared(num_steps: int) -> int:
-    """How many first steps are compared with as many last ones."""
-    return min(MOST_IN_WINDOW, max(LEAST_IN_WINDOW, num_steps // 5), -(-num_steps // 2))
+    """Number of first steps that are compared with as many last steps."""
+    return min(MAX_WINDOW, max(MIN_WINDOW, num_steps // 5), -(-num_steps // 2))
 
 
 def _held_out(run: Series, key: str) -> Trend | None:
@@ -108,34 +108,35 @@ def _held_out(run: Series, key: str) -> Trend | None:
 
 def _sampled(run: Series, key: str) -> Trend | None:
     rows = [(line["step"], float(line[key])) for line in run.steps if is_number(line.get(key))]
-    if len(rows) < FEWEST_STEPS:
+    if len(rows) < MIN_STEPS:
         return None
     values = np.array([value for _, value in rows])
     window = num_compared(len(values))
     error = math.sqrt(2 * noise_variance(values) / window)
     means = np.convolve(values, np.full(window, 1 / window), "valid")
     first, last = float(means[0]), float(means[-1])
-    least = LEAST_EFFECT * statistics.fmean(run.all("reward/std") or [0.0]) if key == "reward/mean" else 0.0
-    best, sure = int(np.argmin(means) if key in LOSSES else np.argmax(means)), max(SURE_SAMPLED * error, least)
+    min_effect = MIN_EFFECT * statistics.fmean(run.all("reward/std") or [0.0]) if key == "reward/mean" else 0.0
+    best, sure = int(np.argmin(means) if key in LOSSES else np.argmax(means)), max(SURE_SAMPLED * error, min_effect)
     from_first, from_last = abs(float(means[best]) - first), abs(float(means[best]) - last)
-    has_peaked = from_first > sure and from_last > max(SURE_PEAK * error, least)
+    has_peaked = from_first > sure and from_last > max(SURE_PEAK * error, min_effect)
     peak = (float(means[best]), rows[best + window // 2][0]) if has_peaked else (None, 0)
     return Trend(key, first, last, error, _word(last - first, sure), *peak)
 
 
-def _word(change: float, least: float) -> str:
-    return "flat" if abs(change) <= least else "rose" if change > 0 else "fell"
+def _word(change: float, threshold: float) -> str:
+    return "flat" if abs(change) <= threshold else "rose" if change > 0 else "fell"
 
 
 def noise_variance(values: npt.NDArray[np.float64]) -> float:
-    """The variance of a value about the run's course, times what autocorrelation adds to that of a mean, (1 + r) / (1 - r).
+    """Variance of the residuals about the run's course, times (1 + r) / (1 - r), by which autocorrelation r increases the
+    variance of a mean.
 
-    The course is two lines with a break between them in the best of MOST_BREAKS places, so that neither a fast rise nor a
-    collapse counts as noise; r is the first autocorrelation of the residuals, from 0 to 0.9, with the bias of a short series
-    taken out (Kendall 1954).
+    The course is two lines with a break at the best of up to MAX_BREAKS places, so that neither a fast rise nor a collapse counts
+    as noise. r is the lag-1 autocorrelation of the residuals, limited to 0 to 0.9, corrected for the bias of short series
+    (Kendall 1954).
     """
     number = len(values)
-    breaks = np.unique(np.linspace(LEAST_OF_LINE, number - LEAST_OF_LINE, MOST_BREAKS).astype(int)).tolist()
+    breaks = np.unique(np.linspace(MIN_LINE_POINTS, number - MIN_LINE_POINTS, MAX_BREAKS).astype(int)).tolist()
     courses = [np.concatenate([_about_line(values[:place]), _about_line(values[place:])]) for place in breaks]
     residuals = min(courses, key=lambda each: float(each @ each))
     squares = float(residuals @ residuals)
@@ -147,7 +148,7 @@ def noise_variance(values: npt.NDArray[np.float64]) -> float:
 
 
 def _about_line(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """What a line through them leaves."""
+    """Residuals of a least-squares line through the values."""
     places, about = np.arange(len(values)) - (len(values) - 1) / 2, values - values.mean()
     residuals: npt.NDArray[np.float64] = about - (places @ about) / (places @ places) * places
     return residuals
@@ -157,7 +158,7 @@ def _about_line(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def falls(run: Series) -> str | None:
-    """Sampled and held-out reward, or the one that there is; where one rises while the other falls it is another sign's."""
+    """Sampled or held-out reward has fallen. None if one rises while the other falls, which `held_out` of signs.py reports."""
     found = _rewards(run)
     if not any(trend.has_worsened for trend in found) or any(trend.has_improved for trend in found):
         return None
@@ -179,23 +180,23 @@ def _rewards(run: Series) -> list[Trend]:
 
 
 def _flat(run: Series, seen: Sequence[str]) -> str | None:
-    """Of groups that are filtered the mean says nothing, and where all responses get nearly the same there is nothing to gain."""
+    """None also if groups are filtered, since the mean reward is then biased, or if all responses get nearly the same reward."""
     found, rewards, spread = _rewards(run), run.recent("reward/mean"), run.recent("reward/std")
     is_filtered = bool(run.all("rollout/filtered_groups")) and all(trend.key == "reward/mean" for trend in found)
     is_alike = bool(rewards and spread) and statistics.fmean(spread) < 0.1 * abs(statistics.fmean(rewards))
     is_flat = bool(found) and all(trend.word == "flat" and trend.best is None for trend in found)
-    if not is_flat or is_filtered or is_alike or len(run.steps) < FEWEST_FOR_ADVICE:
+    if not is_flat or is_filtered or is_alike or len(run.steps) < MIN_STEPS_FOR_ADVICE:
         return None
     return "; ".join([trend.words for trend in found] + list(seen))
 
 
 def _movement(run: Series) -> tuple[bool, list[str]]:
-    """Whether the policy has moved, as far as the metrics say, and what they say."""
+    """Whether entropy, clipping, KL or gradients show that the policy has changed, and their values as text."""
     moves, seen = False, list[str]()
     entropies, clipped = run.all("entropy/mean"), run.recent("ratio/clipped_fraction")
     kl, norms, rates = run.recent("loss/kl"), run.all("grad_norm"), run.all("learning_rate")
-    if len(entropies) >= 2 * FEWEST:
-        first, last = statistics.fmean(entropies[:FEWEST]), statistics.fmean(entropies[-FEWEST:])
+    if len(entropies) >= 2 * MIN_VALUES:
+        first, last = statistics.fmean(entropies[:MIN_VALUES]), statistics.fmean(entropies[-MIN_VALUES:])
         moves |= abs(last - first) > 0.2 * first
         seen.append(f"entropy {first:.3f} to {last:.3f} nats")
     if clipped:

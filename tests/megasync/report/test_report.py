@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config, RunConfig
-from megasync.reporting.html.curves import CHARTS, charts
-from megasync.reporting.html.lanes import covered, phases, timeline
-from megasync.reporting.html.record import Record, Span, distinct_ends, read_record
-from megasync.reporting.log import RunLog, write_summary
-from megasync.reporting.metric_names import METRICS, label, metric
-from megasync import report
-from megasync.reporting.page import advice_lines, write_comparison, write_report
+from megasync.report.html.curves import charts
+from megasync.report.html.phases import covered, phases, timeline
+from megasync.report.html.record import Record, Span, distinct_ends, read_record
+from megasync.report.log import RunLog, write_summary
+from megasync.report.registry import CHARTS, METRICS, label, metric
+from megasync.tools.report import command as report
+from megasync.report.page import advice_lines, write_comparison, write_report
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_BYTES = 6_000_000
@@ -132,7 +132,7 @@ def test_the_first_thing_said_is_whether_it_learned(tmp_path: Path) -> None:
     expected = "sampled reward rose from 0.230 to 0.550, +0.320 ± 0.000 (± one standard error)"
     assert advice_lines(tmp_path)[0] == f"result: {expected}"
     text = text_of(write_report(tmp_path).read_text())
-    assert text.index(expected) < text.index("class='tiles'") < text.index("Many responses are cut off")
+    assert text.index(expected) < text.index('class="tiles"') < text.index("Many responses are cut off")
 
 
 def test_samples_have_their_tokens_and_show_before_and_after(tmp_path: Path) -> None:
@@ -147,8 +147,10 @@ def test_samples_have_their_tokens_and_show_before_and_after(tmp_path: Path) -> 
 def test_the_timeline_is_of_the_last_steps_and_phases_add_up(tmp_path: Path) -> None:
     fake_run(tmp_path, num_steps=6)
     record = read_record(tmp_path)
-    text = timeline(record)
-    assert "The last steps, 2 to 5" in text and text.count("train step") == 4 and "sync version 6: 100 ms" in text
+    steps, sync = timeline(record)
+    assert steps.title == "The last steps, 2 to 5" and sync.title == "The last sync"
+    titles = [bar.title for row in steps.rows for bar in row.bars]
+    assert sum(title.startswith("train step") for title in titles) == 4 and "sync version 6: 100 ms" in titles
     seconds = dict(phases(record))
     assert sum(seconds.values()) == pytest.approx(5.9) and seconds["sync"] == pytest.approx(0.6)
     with log_of(tmp_path) as log:
@@ -168,7 +170,7 @@ def test_report_leaves_out_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").unlink()
     page = write_report(tmp_path).read_text()
     assert curves_of(page).keys() == {"loss/policy"}
-    for section in ("samples", "timeline", "plan", "configuration"):
+    for section in ("samples", "timeline", "configuration"):
         assert f'id="{section}"' not in page
 
 
@@ -184,28 +186,6 @@ def test_report_has_a_chart_of_each_evaluation_set_reward_and_phase(tmp_path: Pa
     assert curves["eval/MATH_K/avg@4"]["y"] == [0, 0.5] and curves["eval/MATH_K/avg@4"]["label"] == "MATH_K avg@4"
     assert curves["reward/a.b:c"]["label"] == "Reward a.b:c" and curves["step/train_seconds"]["label"] == "Train"
     assert "MATH_K avg@4" in text_of(page), "the headline, where there is no single file"
-
-
-PREDICTED = {"step/seconds": 2.0, "memory/host_bytes": 2**31, "train": 1.5, "sync/seconds": None}
-PLANS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
-    ({"predicted": PREDICTED}, {}, ("Step time</td><td>2 s</td><td>4 s</td><td>0.50", "Host memory of rank 0</td><td>2 GiB")),
-    ({"predicted": PREDICTED}, {"predicted/actual train": 0.75}, ("train</td><td>1.5 s</td><td>2 s</td><td>0.75",)),
-    ({"tokens_per_day": 1e6, "trainer": [{"stage": 0}]}, {}, ("tokens per day", "1,000,000", "the whole plan")),
-]
-
-
-@pytest.mark.parametrize(("plan", "summary", "shown"), PLANS)
-def test_report_has_what_the_plan_said(
-    plan: dict[str, Any], summary: dict[str, Any], shown: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Beside what came of it: of a run that goes on, by its metrics."""
-    with log_of(tmp_path) as log:
-        for step in range(3):
-            log.step(step, {"step/seconds": 4.0 if step else 40.0})
-    write_atomically(tmp_path / "plan.json", json.dumps(plan))
-    write_summary(tmp_path, summary)
-    section = write_report(tmp_path).read_text().partition('id="plan"')[2].partition("</section>")[0]
-    assert all(text in section for text in shown), section
 
 
 def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
@@ -259,7 +239,7 @@ def test_metrics_have_one_row_each() -> None:
 
 
 def record_of(steps: list[dict[str, Any]]) -> Record:
-    return Record("r", Path(), {}, steps, [], [], {}, {}, [])
+    return Record("r", Path(), {}, steps, [], [], {}, [])
 
 
 def test_every_metric_that_varies_is_drawn_or_named_elsewhere() -> None:
@@ -288,7 +268,7 @@ def test_each_metric_that_episodes_return_has_a_curve_of_its_own() -> None:
     }
 
 
-COMMAND = [sys.executable, "-m", "megasync.report"]
+COMMAND = [sys.executable, "-m", "megasync", "report"]
 
 
 def test_report_command(tmp_path: Path) -> None:
@@ -313,9 +293,7 @@ def test_report_command(tmp_path: Path) -> None:
         (["--watch", "--port", "-1"], "--port: -1: 0 to 65535"),
     ],
 )
-def test_where_it_cannot_be_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
+def test_where_it_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
     fake_run(tmp_path / "run")
     before = sorted((tmp_path / "run").iterdir())
     with pytest.raises(SystemExit) as stop:
@@ -328,13 +306,11 @@ def test_where_it_cannot_be_is_said(
     ("name", "text", "problem"),
     [
         ("summary.json", '{"steps": 1', "not JSON"),
-        ("plan.json", "[]", "holds no JSON object"),
+        ("timeline.json", "[]", "holds no JSON object"),
         ("config.yaml", "run: {", "not YAML"),
     ],
 )
-def test_a_damaged_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, problem: str
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, problem: str) -> None:
     fake_run(tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as stop:

@@ -1,7 +1,7 @@
 """Loggers beside the run's own files: TensorBoard, W&B and trackio. Each gets config, metrics, and samples as a table.
 
-W&B runs offline, into the run's folder, where it finds no key and WANDB_MODE does not say otherwise; trackio is local. Both are
-optional: `run.loggers` names them. Imports of each are in its class. Leaves out the run's own files (log.py).
+W&B runs offline, in the run's folder, if it finds no API key and WANDB_MODE is not set; trackio is local. Both are optional:
+`run.loggers` selects them. Each class imports its package. Leaves out the run's own files (log.py).
 
     loggers = open_loggers(config, first_step=0)
     for logger in loggers:
@@ -29,11 +29,11 @@ from megasync.config.schema import Config
 PROJECT = "megasync"
 COLUMNS = ("step", "set", "prompt", "response", "answer", "reward", "tokens", "finish_reason")  # of the table of samples
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # the second from wandb 0.31 on (sdk/lib/urls.py:7)
-WANDB_ID_FILE, TRACKIO_ID_FILE = "wandb_id", "trackio_id"  # in the run's folder: a resumed run goes on under the same id
+WANDB_ID_FILE, TRACKIO_ID_FILE = "wandb_id", "trackio_id"  # in the run's folder: a resumed run continues with the same id
 
 
 class Logger(Protocol):
-    """What a run tells; `step` is the number of steps that were done."""
+    """Receives metrics and samples of a run; `step` is the number of finished steps."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -43,16 +43,16 @@ class Logger(Protocol):
 
 
 def missing_loggers(names: Sequence[str]) -> list[str]:
-    """Those whose package is not installed. A folder of that name, such as W&B makes, is not a package."""
+    """Names of loggers whose package is not installed. A folder of that name, such as W&B creates, is not a package."""
     found = {name: find_spec(name) for name in names}
     return [name for name, spec in found.items() if spec is None or spec.origin is None]
 
 
 def open_loggers(config: Config, first_step: int) -> list[Logger]:
-    """Those that `run.loggers` names; `first_step`: of this process, above 0 in a resumed run.
+    """Opens the loggers of `run.loggers`; `first_step`: as in RunLog.
 
     Raises:
-        ConfigError: one does not start, such as W&B with a key that it does not know.
+        ConfigError: a logger does not start, such as W&B with an unknown API key.
     """
     kinds: dict[str, Callable[[Config, int], Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
     opened: list[Logger] = []
@@ -60,11 +60,11 @@ def open_loggers(config: Config, first_step: int) -> list[Logger]:
         for name in config.run.loggers:
             try:
                 opened.append(kinds[name](config, first_step))
-            except OSError:  # of a file: the disk may be full, which the run itself tells
+            except OSError:  # such as a full disk; the run reports it
                 raise
-            except Exception as error:  # of the packages: plain ones, and of classes of their own
-                own = "mend what it names, such as WANDB_MODE or WANDB_API_KEY" if name == "wandb" else "mend what it names"
-                remedy = f"{own}, or take {name} out of run.loggers"
+            except Exception as error:  # the packages raise exceptions of many classes
+                settings = " in its settings, such as WANDB_MODE or WANDB_API_KEY" if name == "wandb" else ""
+                remedy = f"correct the problem{settings}, or remove {name} from run.loggers"
                 raise ConfigError(f"run.loggers: {name} does not start: {error}", remedy=remedy) from error
             not_all.callback(opened[-1].close)
         not_all.pop_all()
@@ -72,7 +72,7 @@ def open_loggers(config: Config, first_step: int) -> list[Logger]:
 
 
 def rows_of(step: int, lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The table's rows, in the order of COLUMNS."""
+    """The rows of a table of samples, in the order of COLUMNS."""
     return [[step, *(line.get(column) for column in COLUMNS[1:])] for line in lines]
 
 
@@ -101,7 +101,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """The x axis is our own `step`: unlike W&B's it may go back, as it does when a run is resumed from a checkpoint."""
+    """The x axis is the metric `step`: unlike W&B's own step it may decrease when a run resumes from a checkpoint."""
 
     def __init__(self, config: Config, first_step: int) -> None:
         import wandb
@@ -132,7 +132,7 @@ class Wandb:
 
 
 def wandb_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
-    """None, what W&B itself makes of it, where the user has set a mode or has a key; else offline."""
+    """offline if the user has neither set WANDB_MODE nor an API key; else None, and W&B chooses."""
     if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
         return None
     path = Path(environment.get("NETRC") or Path.home() / ".netrc")
@@ -140,20 +140,20 @@ def wandb_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
     hosts = (urlparse(base).hostname or "",) if base else WANDB_HOSTS
     try:
         has_key = path.is_file() and any(map(netrc.netrc(path).authenticators, hosts))
-    except netrc.NetrcParseError:  # W&B would find no key in it either
+    except netrc.NetrcParseError:  # W&B finds no key in such a file either
         has_key = None
     return None if has_key else "offline"
 
 
 def _own_id(path: Path, first_step: int) -> str:
-    """Kept in this file; another for a run that does not resume."""
+    """The id in the file; a new one for a run that does not resume."""
     if not (first_step and path.is_file()):
         write_atomically(path, uuid.uuid4().hex[:12] + "\n")
     return path.read_text(encoding="utf-8").strip()
 
 
 def trackio_name(config: Config, first_step: int) -> str:
-    """Trackio knows a run by its name. With an id in it a resumed run goes on as itself, whoever else has the same run.name."""
+    """run.name with an id, since trackio identifies runs by name: a resumed run continues, and equal names do not collide."""
     return f"{config.run.name}-{_own_id(config.run.folder / TRACKIO_ID_FILE, first_step)}"
 
 

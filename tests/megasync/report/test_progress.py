@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megasync.reporting.progress import GAP, figures, fitting, make_progress
+from megasync.report.progress import GAP, figures, fitting, make_progress
 
 PROGRAM = """
-from megasync.reporting.progress import make_progress
+from megasync.report.progress import make_progress
 progress = make_progress("auto", 10000, 4320)
 progress.update(4321, %r)
 progress.close()
