@@ -1,14 +1,13 @@
-"""Whether a config can run here, asked before anything starts. No torch in here.
+"""Whether a config can run here, checked before anything starts. No torch in here.
 
-check.py      all checks in order, and the command
-banner.py     what a run will do, in words
-data.py       the data files, episodes and vLLM's arguments, which vLLM itself is asked about
-exact.py      what is not exact or deterministic
-latent.py     multi-latent attention
-own_answers.py  what rewards give to the answers of the data
-preview.py    rendered prompts, what ends a response, and the rewards of the data's own answers
-resume.py     the checkpoint that the run would go on from
-settings.py   keys of the algorithm, ranks and the model's shape: what plans are checked by, too
-sizes.py      the model's sizes against the layout, its memory and the number of ranks
-unused.py     keys that have no effect beside others
+check.py        all checks in order, and the command
+settings.py     keys against each other: what plans check, too
+sizes.py        keys against the model's sizes and the number of ranks
+unused.py       keys that have no effect beside others
+exact.py        what is not exact or deterministic
+data.py         evaluation sets, episodes, and vLLM's arguments, which vLLM itself is asked about
+resume.py       the checkpoint that the run would resume from
+banner.py       a summary of what a run will do
+preview.py      rendered prompts, what ends a response, and the rewards of the data's own answers
+own_answers.py  the rewards' scores of the data's own answers
 """

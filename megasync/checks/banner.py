@@ -1,4 +1,4 @@
-"""What a run will do, in words: said at its start by rank 0, and by `--check`. No torch in here.
+"""A summary of what a run will do, printed by rank 0 at its start, and by `--check`. No torch in here.
 
 Leaves out keys without effect (unused.py).
 
@@ -16,8 +16,8 @@ from megasync.config.errors import explain
 from megasync.config.files import VERSIONS, has_results
 from megasync.config.schema import Config
 from megasync.data.load import RunData
-from megasync.hf.folder import model_shape
-from megasync.hf.tensors import num_parameters
+from megasync.models.folder import model_shape
+from megasync.models.tensors import num_parameters
 from megasync.rewards.resolve import weights
 
 SHOWN = 240  # characters of the first prompt
@@ -32,12 +32,12 @@ def banner(config: Config, num_ranks: int, data: RunData | None) -> str:
         lines |= {"preset": _preset(config), "rollouts": _rollouts(config), "reward": _reward(config)}
     lines |= _data(data, first * config.data.batch_size, config) if data is not None else {}
     lines["folder"] = str(config.run.folder)
-    lines["resumes"] = _goes_on(checkpoint, first) if checkpoint else _beginning(config)
+    lines["resumes"] = _resumed(checkpoint, first) if checkpoint else _beginning(config)
     lines["will do"] = _plan(config, first)
     return explain(f"megasync: {config.algorithm.name} run {config.run.name!r}", **lines)
 
 
-def _goes_on(checkpoint: Path, first: int) -> str:
+def _resumed(checkpoint: Path, first: int) -> str:
     is_newer = checkpoint != checkpoint.with_name(f"step_{first:08d}")
     return f"from {checkpoint}" + (f", with the weights of step {first}" if is_newer else "")
 
@@ -59,8 +59,8 @@ def _layout(config: Config, num_ranks: int) -> str:
     own = config.engine.parallel
     data = num_ranks // (own.tensor * own.pipeline * own.context)
     sizes = {"data": data, "tensor": own.tensor, "pipeline": own.pipeline, "context": own.context, "expert": own.expert}
-    told = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    return f"{_plural(num_ranks, 'rank')}{f' ({told})' if told else ''}, wrap {config.engine.wrap}"
+    split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{_plural(num_ranks, 'rank')}{f' ({split})' if split else ''}, wrap {config.engine.wrap}"
 
 
 def _rollouts(config: Config) -> str:
@@ -111,15 +111,15 @@ def _beginning(config: Config) -> str:
 
 def _plan(config: Config, first_step: int) -> str:
     run, every = config.run, config.checkpoint.every_steps
-    told = [f"steps {first_step + 1} to {run.steps}" if first_step < run.steps else f"nothing but the end of step {run.steps}"]
+    parts = [f"steps {first_step + 1} to {run.steps}" if first_step < run.steps else f"nothing but the end of step {run.steps}"]
     if config.data.eval:
         due = config.rollout.evaluate_every_steps
         when = ["before the first"] if config.rollout.evaluate_at_start else []
         when += [_every(due)] if due else []
-        told.append(f"evaluation {', '.join([*when, 'after the last'])}")
-    told.append(f"checkpoint {_every(every)}, after the last" if every else "no checkpoint (checkpoint.every_steps = 0)")
-    told += ["weights to hf"] if run.export_hf else []
-    return "; ".join(told)
+        parts.append(f"evaluation {', '.join([*when, 'after the last'])}")
+    parts.append(f"checkpoint {_every(every)}, after the last" if every else "no checkpoint (checkpoint.every_steps = 0)")
+    parts += ["weights to hf"] if run.export_hf else []
+    return "; ".join(parts)
 
 
 def _every(steps: int) -> str:

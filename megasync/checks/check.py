@@ -1,4 +1,4 @@
-"""Can this config run here? Checks it against the model's folder, the data files, the ranks and the run's folder.
+"""Whether a config can run here: checks of its keys, model folder, data files, number of ranks and run folder, in order.
 
 No torch in here.
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,42 +22,38 @@ from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.unused import unused_keys
-from megasync.config.errors import ConfigError, Found, main_errors, refuse_if
+from megasync.config.errors import ConfigError, Found, main_errors, refuse, refuse_if, wrong
 from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import how_to_install
 from megasync.data.load import RunData, load_data, read_files
-from megasync.hf.folder import check_model_folder
 from megasync.launch.scope import FOR_CLUSTER
-from megasync.reporting.loggers import missing_loggers
+from megasync.models.folder import check_model_folder
+from megasync.report.loggers import missing_loggers
 from megasync.rewards.resolve import require_packages, resolve_rewards, weights
 
 
 def check_config(config: Config, world_size: int, *, needs_data: bool = True, makes_folder: bool = False) -> RunData | None:
-    """ConfigError for all that cannot work. The data, where it is read and there is something to tokenise it with.
+    """ConfigError for all that cannot work. The data, where they are read and there is a tokenizer for them.
 
-    `world_size` counts trainer ranks. The sizes of `rollout` are not looked at where algorithm.name is sft. Leaves nothing
-    behind, unless it `makes_folder`, the run's.
+    `world_size` counts trainer ranks. Sizes of `rollout` are not checked where algorithm.name is sft. Leaves nothing behind, but
+    the run's folder where it `makes_folder`.
     """
     found = Found()
-    with found.more():
-        check_settings(config, world_size)
-    with found.more(), _only_told_for_a_cluster():
-        _check_kernels(config)
-    with found.more(), _only_told_for_a_cluster():
-        _check_loggers(config)
+    checks: list[Callable[[], None]] = [
+        lambda: check_settings(config, world_size),
+        lambda: _check_packages(config),
+    ]
     if config.model.path:
-        with found.more():
-            check_layout(config, check_model_folder(config.model.path), world_size)
+        checks.append(lambda: check_layout(config, check_model_folder(config.model.path), world_size))
     if config.algorithm.name == "grpo":
-        _check_what_generates(config, found)
-    with found.more():
-        check_data(config)
-    with found.more():
-        check_resume(config)
-    with found.more():
-        _check_run_folder(config)
+        rollout = (_check_rewards, check_cache_memory, _check_episodes, check_engine_arguments)
+        checks += [partial(check, config) for check in rollout]
+    checks += [partial(check, config) for check in (check_data, check_resume, _check_run_folder)]
+    for check in checks:
+        with found.more():
+            check()
     if found.errors and needs_data:
         with found.more():
             read_files(config)
@@ -69,29 +66,44 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     return load_data(config) if needs_data else None
 
 
-def _check_what_generates(config: Config, found: Found) -> None:
-    own = config.rollout
-    with found.more(), _only_told_for_a_cluster(own.reward):
-        resolve_rewards(own.reward)
-    with found.more(), _only_told_for_a_cluster():
-        if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # as for kernels; rank 0 alone has rewards
-            require_packages(own.reward, fetches=FOR_CLUSTER not in os.environ)
-    with found.more(), _only_told_for_a_cluster():
-        is_missing = find_spec("torch") and not find_spec("vllm") and own.ray_address == "local"
-        refuse_if(is_missing, "vllm is not installed, which algorithm.name = grpo samples with", remedy=how_to_install())
-    with found.more():
-        check_cache_memory(config)
-    with found.more(), _only_told_for_a_cluster(own.episode):
+def _check_packages(config: Config) -> None:
+    """ConfigError for packages that keys need; not where there is no torch, as on a machine that only submits runs."""
+    missing: list[ConfigError] = []
+    if config.engine.kernels == "te" and not find_spec("transformer_engine"):
+        lines = {
+            "choices": "auto, torch",
+            "remedy": "install transformer_engine[pytorch], 2.9 to 2.11, or write engine.kernels=auto",
+        }
+        missing.append(wrong(config, "engine.kernels", "TransformerEngine is not installed", **lines))
+    for name in missing_loggers(config.run.loggers):
+        remedy = f"pip install {name}, or take {name} out of run.loggers"
+        missing.append(wrong(config, "run.loggers", f"the package {name} is not installed", remedy=remedy))
+    if config.algorithm.name == "grpo" and config.rollout.ray_address == "local" and not find_spec("vllm"):
+        missing.append(wrong(config, "algorithm.name", "vllm is not installed, which generates samples", remedy=how_to_install()))
+    if find_spec("torch"):
+        with _noted_for_a_cluster():
+            refuse(missing)
+
+
+def _check_rewards(config: Config) -> None:
+    reward = config.rollout.reward
+    with _noted_for_a_cluster(reward):
+        resolve_rewards(reward)
+    with _noted_for_a_cluster():
+        if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # rank 0 alone has rewards
+            require_packages(reward, fetches=FOR_CLUSTER not in os.environ)
+
+
+def _check_episodes(config: Config) -> None:
+    with _noted_for_a_cluster(config.rollout.episode):
         check_episodes(config)
-    with found.more():
-        check_engine_arguments(config)
 
 
 @contextmanager
-def _only_told_for_a_cluster(named: str | Mapping[str, float] = "") -> Iterator[None]:
-    """What is missing here is refused; where the run is submitted to a cluster, whose nodes need it, it is only told.
+def _noted_for_a_cluster(named: str | Mapping[str, float] = "") -> Iterator[None]:
+    """Print a missing package where the run is submitted to a cluster, whose nodes need it; else raise.
 
-    `named`: whose import may fail. Of its errors those of a package are told, not of its own module, which is to travel.
+    `named`: functions that are imported. An error about a module of theirs is raised in any case, since it is to travel.
     """
     try:
         yield
@@ -104,38 +116,23 @@ def _only_told_for_a_cluster(named: str | Mapping[str, float] = "") -> Iterator[
         print(f"not here, but needed on the cluster's nodes: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
-def _check_kernels(config: Config) -> None:
-    """Where nothing is trained, as on a machine that only submits runs, there may be no torch either."""
-    is_missing = find_spec("torch") and not find_spec("transformer_engine")
-    remedy = "install transformer_engine[pytorch], 2.9 to 2.11, or write engine.kernels=auto"
-    message = "engine.kernels = te: TransformerEngine is not installed"
-    refuse_if(config.engine.kernels == "te" and is_missing, message, choices="auto, torch", remedy=remedy)
-
-
-def _check_loggers(config: Config) -> None:
-    """As for kernels, where there is no torch nothing is trained."""
-    for name in missing_loggers(config.run.loggers) if find_spec("torch") else ():
-        message = f"run.loggers = {', '.join(config.run.loggers)}: the package {name} is not installed"
-        raise ConfigError(message, remedy=f"pip install {name}, or take {name} out of run.loggers")
-
-
 def _check_run_folder(config: Config) -> None:
     name, folder = config.run.name, config.run.folder
     message = f"run.name = {name!r}: the name of one folder is expected"
     refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")
     longest = NAME_BYTES - len(".partial_.lock")  # what lies beside it has longer names
     refuse_if(len(os.fsencode(name)) > longest, f"{message}, of up to {longest} bytes", remedy="write a shorter name")
-    unprintable = next((part for part in (name, str(config.run.dir)) if not part.isprintable()), "")
-    message = f"run.dir, run.name = {unprintable!r}: holds a control character, or another that cannot be printed"
-    refuse_if(unprintable, message, remedy="write it with letters, digits, - and _")
+    for key, text in (("run.name", name), ("run.dir", str(config.run.dir))):
+        problem = "has a character that cannot be printed"
+        refuse_if(not text.isprintable(), f"{key} = {text!r}: {problem}", remedy="write it with letters, digits, - and _")
     _check_former_run(config)
     problem = unwritable(folder)
-    message, remedy = f"run.dir, run.name = {folder}: cannot be written: {problem}", "write run.dir=FOLDER for a folder of yours"
-    refuse_if(problem, message, looked_at=str(existing(folder)), remedy=remedy)
+    headline, remedy = f"run.dir = {config.run.dir}: cannot be written: {problem}", "write run.dir=FOLDER for a folder of yours"
+    refuse_if(problem, headline, looked_at=str(existing(folder)), remedy=remedy)
 
 
 def _check_former_run(config: Config) -> None:
-    """What the run starts from may not be moved aside with the results of a former run (files.py:set_aside)."""
+    """ConfigError where an input of the run would be moved away with the results of a former run (files.py:archive_folder)."""
     folder = config.run.folder
     resumes = config.checkpoint.resumes and any((folder / CHECKPOINTS).glob("step_*"))
     for key, path in config.input_paths.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.sample import IntArray
 from megasync.config.errors import ConfigError
@@ -21,10 +21,10 @@ from megasync.data.data import Example
 from megasync.data.load import RunData
 from megasync.data.prompts import Prompts
 from megasync.launch.scope import FOR_CLUSTER
+from megasync.rewards.failures import RewardError, shown
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.pool import RewardPool, Scored
 from megasync.rewards.resolve import REWARDS, weights
-from megasync.rewards.wire import RewardError, shown
 
 MAX_ANSWERS = 64  # of each data set
 MAX_LISTED = 3
@@ -73,7 +73,7 @@ class OwnScores:
 
 def _described(value: float, given: RewardInput) -> str:
     seen = "the same text" if given.response == given.answer else shown(given.response)
-    return f"data line {given.line}: {value:g} for the answer {shown(given.answer)}, as a response {seen}"
+    return f"data {given.place}: {value:g} for the answer {shown(given.answer)}, as a response {seen}"
 
 
 def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) -> list[OwnScores]:
@@ -97,7 +97,8 @@ def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) ->
     try:
         scored = asyncio.run(_score(config, list(inputs.values())))
     except RewardError as error:
-        raise ConfigError(f"rollout.reward: {error}") from error
+        text = str(error)
+        raise ConfigError(text if text.startswith("rollout.reward") else f"rollout.reward: {text}") from error
     return [
         OwnScores(key, name, given, [None if each is None else each.parts[name] for each in found])
         for (key, given), found in zip(inputs.items(), scored, strict=True)
@@ -108,7 +109,8 @@ def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) ->
 def reward_input(example: Example, prompts: Prompts, stop: Sequence[str], max_tokens: int) -> RewardInput:
     """The answer of an example as the reward gets a response with that text."""
     ids = as_sampled(prompts, prompts.supervised(example).response_ids, stop)
-    return RewardInput(example.prompt, prompts.text(ids), example.answer, len(ids), max_tokens, example.extra, example.line)
+    given = RewardInput(example.prompt, prompts.text(ids), example.answer, len(ids), max_tokens, example.extra, example.line)
+    return replace(given, place=example.place)
 
 
 def as_sampled(prompts: Prompts, ids: IntArray, stop: Sequence[str]) -> IntArray:

@@ -17,7 +17,7 @@ from megasync.config.schema import Config
 from megasync.data.data import Example
 from megasync.data.load import RunData
 from megasync.data.prompts import Prompts
-from megasync.rewards.wire import shown
+from megasync.rewards.failures import shown
 
 NUM_PROMPTS = 5
 
@@ -29,7 +29,7 @@ def preview(config: Config, data: RunData) -> str:
     is_sft = config.algorithm.name == "sft"
     described = [_trained(prompts, each) if is_sft else _prompt(config, prompts, each) for each in examples]
     lines = [f"the first {len(examples)} {'samples' if is_sft else 'prompts'}, added tokens between \u00ab and \u00bb:"]
-    lines += [f"  data line {example.line}: {line}" for example, line in zip(examples, described, strict=True)]
+    lines += [f"  data {example.place}: {line}" for example, line in zip(examples, described, strict=True)]
     lines.append(f"a response ends with {_ends(config, prompts)}")
     if not is_sft:
         lines += [line for scores in score_own_answers(config, data) for line in scores.lines()]

@@ -1,7 +1,6 @@
-"""Can the run go on from the newest checkpoint in its folder? Adapters, dtype and format, by its index; its model; its prompts.
-No torch in here.
+"""Whether the run can resume from the newest checkpoint in its folder: adapters, dtype and format by its index; model; prompts.
 
-Leaves out what is in the optimizer's tensors, and their layout, which resuming looks at (engine/checkpoint/folder.py).
+Leaves out the optimizer's tensors and their layout (engine/checkpoint/folder.py). No torch in here.
 """
 
 from __future__ import annotations
@@ -16,37 +15,22 @@ from engine.resume import check_files, instead, model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
-from megasync.hf.folder import model_shape, read_json_object
-from megasync.hf.tensors import check_held
+from megasync.models.folder import model_shape, read_json_object
+from megasync.models.tensors import check_held
 from megasync.rollouts.progress import load_progress
 
 
 def resumed_checkpoint(config: Config) -> Path | None:
-    """The one that the run goes on from; None: it begins anew."""
+    """The one that the run resumes from; None where it starts at step 0."""
     return newest_checkpoint(config.run.folder) if config.checkpoint.resumes else None
 
 
 def first_step(config: Config) -> int:
-    """After so many steps it goes on."""
+    """The number of steps that are done when the run starts."""
     folder = resumed_checkpoint(config)
     marker = read_marker(config.run.folder) if folder and config.checkpoint.resume == "newest_weights" else None
     saved = int(folder.name.removeprefix("step_")) if folder else 0
     return max(saved, marker["step"]) if marker else saved
-
-
-def check_newest_weights(config: Config) -> None:
-    """ConfigError where the config has no weights between checkpoints that a run could go on from."""
-    if config.checkpoint.resume != "newest_weights":
-        return
-    own, rank = "checkpoint.resume = newest_weights", config.engine.lora.rank
-    message = f"{own}: the run keeps no weights between its checkpoints"
-    needs, remedy = "algorithm.name=grpo, sync.log=deltas", "write sync.log=deltas, or checkpoint.resume=auto"
-    refuse_if(not config.keeps_versions, message, needs=needs, remedy=remedy)
-    message = f"{own}: with engine.lora.rank = {rank} the log's weights have the adapters merged, which cannot be taken apart"
-    refuse_if(rank > 0, message, needs="engine.lora.rank=0", remedy="write checkpoint.resume=auto")
-    message = f"{own}: newer weights need a checkpoint to go on from, and checkpoint.every_steps = 0 writes none"
-    remedy = "write checkpoint.every_steps=50, or checkpoint.resume=auto"
-    refuse_if(config.checkpoint.every_steps == 0, message, needs="checkpoint.every_steps above 0", remedy=remedy)
 
 
 def check_resume(config: Config) -> None:
@@ -69,8 +53,8 @@ def check_resume(config: Config) -> None:
 
 
 def _check_model(config: Config, folder: Path) -> None:
-    """ConfigError where the checkpoint's weights cannot be read, or are not of a model like that of model.path, or its adapters
-    of another base.
+    """ConfigError where the checkpoint's weights cannot be read, or have another architecture or shapes than model.path, or its
+    adapters another base.
     """
     weights, base = folder / "hf", Path(config.model.path)
     if (folder / "adapter" / "adapter_config.json").is_file():
@@ -91,8 +75,9 @@ def _check_model(config: Config, folder: Path) -> None:
 
 
 def _check_marked(config: Config) -> None:
-    """ConfigError where the newest weights in the run's log are of another model. A log that cannot be read is told at the start
-    (run/checkpoints.py), and the run goes on from its checkpoint.
+    """ConfigError where the newest weights in the run's log are of another model.
+
+    Where the log cannot be read, the run warns at its start (run/checkpoints.py) and resumes from its checkpoint.
     """
     log, base, step = config.run.folder / VERSIONS, Path(config.model.path), first_step(config)
     try:

@@ -1,7 +1,6 @@
 """Keys against each other, the ranks and the model's shape: all that needs neither weights nor data, nor this machine's packages.
 
-What starts a run and what plans one both ask here first. Leaves out keys without effect (unused.py), sizes (sizes.py), files,
-rewards and folders (check.py). No torch in here.
+The start of a run and a plan both call these first. Leaves out files, rewards and folders (check.py). No torch in here.
 
     check_settings(config, num_ranks)
     check_layout(config, model_shape(config.model.path), num_ranks)
@@ -9,139 +8,140 @@ rewards and folders (check.py). No torch in here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from engine.config import BIASED_ROUTERS, AlgorithmConfig
 from engine.wrap import ddp_fields
-from megasync.checks.exact import check_deterministic, check_exact
-from megasync.checks.resume import check_newest_weights
-from megasync.checks.sizes import check_engine, check_ranks, check_rollout
-from megasync.checks.unused import check_unused
-from megasync.config.errors import ConfigError, Found, nearest_name, refuse_if
+from megasync.checks.exact import deterministic_errors, exact_errors
+from megasync.checks.sizes import cache_errors, engine_errors, length_errors, placement_errors, rank_errors, served_errors
+from megasync.checks.unused import unused_errors
+from megasync.config.errors import ConfigError, nearest_name, refuse, shown_value, wrong
 from megasync.config.schema import Config
-from megasync.hf.model_shape import ModelShape
 from megasync.launch.devices import visible_devices
+from megasync.models.model_shape import ModelShape
 
 ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 
 
 def check_settings(config: Config, num_ranks: int) -> None:
     """ConfigError for all keys that do not go with the others, or with so many trainer ranks."""
-    found = Found()
-    with found.more():
-        check_ranks(config, num_ranks)
-    checks = (_check_overrides, _check_gradients, _check_algorithm, check_objective, _check_schedule, check_unused)
-    for check in (*checks, check_deterministic, check_newest_weights):
-        with found.more():
-            check(config)
-    with found.more():
-        refuse_if(not config.model.path, "model.path is not set", remedy="set model.path to a Hugging Face folder")
-    found.stop()
+    parts = (_override_errors, _algorithm_errors, _objective_errors, _schedule_errors, unused_errors, deterministic_errors)
+    found = [*rank_errors(config, num_ranks), *(error for part in parts for error in part(config)), *_resume_errors(config)]
+    if not config.model.path:
+        found.append(ConfigError("model.path is not set", remedy="set model.path to a Hugging Face folder"))
+    refuse(found)
 
 
 def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: bool | None = None) -> None:
-    """ConfigError where a model of this shape cannot be laid out as the config says, on either side.
+    """ConfigError where a model of this shape cannot be laid out as the config says, by trainer or replicas.
 
-    `on_gpus`: None where this machine's devices tell.
+    `on_gpus`: None for whether this machine has any.
     """
     on_gpus = bool(visible_devices()) if on_gpus is None else on_gpus
-    check_engine(config, shape)
-    check_exact(config, shape, on_gpus=on_gpus)
-    check_routing(config, shape)
+    found = [*engine_errors(config, shape), *exact_errors(config, shape, on_gpus=on_gpus), *_router_errors(config, shape)]
     if config.algorithm.name == "grpo":
-        check_rollout(config, shape, num_ranks, on_gpus=on_gpus)
+        found += served_errors(config, shape, on_gpus=on_gpus)
+        found += [*length_errors(config, shape), *cache_errors(config, shape), *placement_errors(config, num_ranks)]
+    refuse(found)
 
 
-def _check_overrides(config: Config) -> None:
-    found = Found()
+def _override_errors(config: Config) -> Iterator[ConfigError]:
+    wrap = config.engine.wrap
+    choices = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if wrap in wraps)
     for name, value in config.engine.overrides.items():
-        if reason := ddp_fields.refusal(config.engine.wrap, name, value):
+        if reason := ddp_fields.refusal(wrap, name, value):
             near = "" if name in ddp_fields.REFUSED or name in ddp_fields.TAKEN else nearest_name(name, ddp_fields.TAKEN)
-            fields = ", ".join(field for field, (_, wraps, _) in ddp_fields.TAKEN.items() if config.engine.wrap in wraps)
             remedy = f"write engine.overrides.{near}" if near else f"leave engine.overrides.{name} out"
-            found.errors.append(ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=fields, remedy=remedy))
-    found.stop()
-
-
-def _check_gradients(config: Config) -> None:
-    """Under both wraps bfloat16 stands for the dtype of the weights."""
+            yield ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=choices, remedy=remedy)
     dtype = config.model.dtype
-    message = f"engine.gradient_dtype = bfloat16: model.dtype = {dtype} has its gradients in float32"
-    remedy = "write engine.gradient_dtype=float32, or model.dtype=bfloat16"
-    refuse_if(config.engine.gradient_dtype != "float32" and dtype != "bfloat16", message, choices="float32", remedy=remedy)
+    if config.engine.gradient_dtype != "float32" and dtype != "bfloat16":
+        problem, remedy = (
+            f"gradients of model.dtype = {dtype} are in float32",
+            "write engine.gradient_dtype=float32, or model.dtype=bfloat16",
+        )
+        yield wrong(config, "engine.gradient_dtype", problem, choices="float32", remedy=remedy)
 
 
-def _check_algorithm(config: Config) -> None:
-    is_grpo, run = config.algorithm.name == "grpo", config.run
-    factors = "data.batch_size x rollout.group_size" if is_grpo else "data.batch_size"
-    group_size = config.rollout.group_size if is_grpo else 1
-    num_samples = config.data.batch_size * group_size
-    message = f"algorithm.num_minibatches = {config.algorithm.num_minibatches}: more than the samples of a step"
-    remedy = f"write algorithm.num_minibatches={num_samples} or less"
-    too_many = config.algorithm.num_minibatches > num_samples
-    refuse_if(too_many, message, samples=f"{factors} = {num_samples}", remedy=remedy)
-    message = "rollout.group_size = 1: a single sample of a prompt has the advantage 0, so that GRPO trains nothing"
-    refuse_if(is_grpo and group_size == 1, message, allowed="at least 2", remedy="write for example rollout.group_size=8")
-    if run.stop_at_accuracy:
-        is_measured = not is_grpo and config.data.eval and config.rollout.evaluate_every_steps
-        message = f"run.stop_at_accuracy = {run.stop_at_accuracy:g}: the accuracy is not measured while the run trains"
+def _algorithm_errors(config: Config) -> Iterator[ConfigError]:
+    is_grpo, rollout, size = config.algorithm.name == "grpo", config.rollout, config.data.batch_size
+    num_samples = size * rollout.group_size if is_grpo else size
+    if config.algorithm.num_minibatches > num_samples:
+        factors = f"data.batch_size x rollout.group_size = {num_samples}" if is_grpo else f"data.batch_size = {size}"
+        remedy = f"write algorithm.num_minibatches={num_samples} or less"
+        yield wrong(config, "algorithm.num_minibatches", "more than the samples of a step", samples=factors, remedy=remedy)
+    if is_grpo and rollout.group_size == 1:
+        problem, remedy = "GRPO trains nothing: the advantage of a single sample is 0", "write for example rollout.group_size=8"
+        yield wrong(config, "rollout.group_size", problem, allowed="at least 2", remedy=remedy)
+    is_measured = not is_grpo and config.data.eval and rollout.evaluate_every_steps
+    if config.run.stop_at_accuracy and not is_measured:
         needs = "algorithm.name=sft, data.eval, rollout.evaluate_every_steps above 0"
-        refuse_if(not is_measured, message, needs=needs, remedy="set what it needs, or write run.stop_at_accuracy=0")
+        lines = {"needs": needs, "remedy": "set what it needs, or write run.stop_at_accuracy=0"}
+        yield wrong(config, "run.stop_at_accuracy", "the accuracy is not measured during training", **lines)
 
 
-def _check_schedule(config: Config) -> None:
+def _objective_errors(config: Config) -> Iterator[ConfigError]:
+    """Keys of the objective whose values cannot work."""
+    algorithm, most = config.algorithm, config.rollout.max_new_tokens
+    if algorithm.name == "sft":
+        if algorithm.loss_aggregation == "constant_length":
+            lines = {"choices": "token_mean, sequence_mean", "remedy": "write algorithm.loss_aggregation=token_mean"}
+            problem = "supervised steps have no rollout.max_new_tokens to divide by"
+            yield wrong(config, "algorithm.loss_aggregation", problem, **lines)
+        return
+    if algorithm.importance_correction == "mask" and algorithm.importance_cap < 1:
+        problem = "algorithm.importance_correction = mask would mask tokens of the current policy, whose ratio is 1"
+        remedy = "write for example algorithm.importance_cap=2"
+        yield wrong(config, "algorithm.importance_cap", problem, allowed="at least 1", remedy=remedy)
+    if algorithm.truncated == "penalise" and not 0 < algorithm.overlong_buffer < most:
+        allowed = f"at least 1 and below rollout.max_new_tokens = {most}"
+        remedy = f"write for example algorithm.overlong_buffer={max(1, most // 5)}"
+        problem = "algorithm.truncated = penalise needs a span of lengths"
+        yield wrong(config, "algorithm.overlong_buffer", problem, allowed=allowed, remedy=remedy)
+
+
+def _schedule_errors(config: Config) -> Iterator[ConfigError]:
     """megatron-core/core/optimizer_param_scheduler.py asserts the same."""
     optimizer = config.engine.optimizer
-    least, rate = optimizer.min_learning_rate, optimizer.learning_rate
-    message = f"engine.optimizer.min_learning_rate = {least:g}: above engine.optimizer.learning_rate = {rate:g}"
-    refuse_if(least > rate, message, remedy=f"write engine.optimizer.min_learning_rate={rate:g} or less")
-    end, warmup = optimizer.decay_steps, optimizer.warmup_steps
-    message = f"engine.optimizer.decay_steps = {end}: the decay would end before engine.optimizer.warmup_steps = {warmup}"
-    is_over = end is not None and end <= warmup
-    refuse_if(is_over, message, remedy=f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps")
+    rate, end, warmup = optimizer.learning_rate, optimizer.decay_steps, optimizer.warmup_steps
+    if optimizer.min_learning_rate > rate:
+        remedy = f"write engine.optimizer.min_learning_rate={rate:g} or less"
+        yield wrong(
+            config, "engine.optimizer.min_learning_rate", f"above engine.optimizer.learning_rate = {rate:g}", remedy=remedy
+        )
+    if end is not None and end <= warmup:
+        remedy = f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps"
+        yield wrong(config, "engine.optimizer.decay_steps", f"not after engine.optimizer.warmup_steps = {warmup}", remedy=remedy)
 
 
-def check_objective(config: Config) -> None:
-    """ConfigError for the first key of the objective that has nothing to work on, or whose value cannot work."""
-    algorithm = config.algorithm
-    if algorithm.name == "sft":
-        message = "algorithm.loss_aggregation = constant_length: supervised steps have no rollout.max_new_tokens to divide by"
-        lines = {"choices": "token_mean, sequence_mean", "remedy": "write algorithm.loss_aggregation=token_mean"}
-        refuse_if(algorithm.loss_aggregation == "constant_length", message, **lines)
+def _resume_errors(config: Config) -> Iterator[ConfigError]:
+    """The run keeps the weights between checkpoints that checkpoint.resume = newest_weights resumes from."""
+    key, remedy, rank = "checkpoint.resume", "or write checkpoint.resume=auto", config.engine.lora.rank
+    if config.checkpoint.resume != "newest_weights":
         return
-    _check_correction(algorithm)
-    _check_truncated(algorithm, config.rollout.max_new_tokens)
+    if not config.keeps_versions:
+        needs = "algorithm.name=grpo, sync.log=deltas"
+        yield wrong(
+            config, key, "the run keeps no weights between checkpoints", needs=needs, remedy=f"write sync.log=deltas, {remedy}"
+        )
+    if rank:
+        problem = f"the log has weights with merged adapters, which cannot be separated (engine.lora.rank = {rank})"
+        yield wrong(config, key, problem, needs="engine.lora.rank=0", remedy="write checkpoint.resume=auto")
+    if config.checkpoint.every_steps == 0:
+        lines = {"needs": "checkpoint.every_steps above 0", "remedy": f"write checkpoint.every_steps=50, {remedy}"}
+        yield wrong(config, key, "it needs a checkpoint, and checkpoint.every_steps = 0 writes none", **lines)
 
 
-def check_routing(config: Config, shape: ModelShape) -> None:
-    """ConfigError for keys about routers that this model has none for."""
-    algorithm = config.algorithm
-    for key in ROUTER_KEYS:
-        value = getattr(algorithm, key)
-        message = f"algorithm.{key} = {value}: {shape.model_type} has no experts"
-        is_unused = value != AlgorithmConfig.model_fields[key].default and not shape.num_experts
-        refuse_if(is_unused, message, model=config.model.path, remedy=f"leave algorithm.{key} out")
-    _check_bias(config, shape)
-
-
-def _check_bias(config: Config, shape: ModelShape) -> None:
-    rate = config.algorithm.router_bias_update_rate
-    given, remedy = f"algorithm.router_bias_update_rate = {rate:g}", "leave algorithm.router_bias_update_rate out"
-    message = f"{given}: the routers of {shape.model_type} have no bias"
-    is_unused = rate > 0 and shape.model_type not in BIASED_ROUTERS
-    refuse_if(is_unused, message, model=config.model.path, needs=", ".join(BIASED_ROUTERS), remedy=remedy)
-    message = f"{given}: with engine.lora.rank = {config.engine.lora.rank} checkpoints hold adapters alone, and no biases"
-    refuse_if(rate > 0 and config.engine.lora.rank > 0, message, choices="0", remedy=remedy)
-
-
-def _check_correction(algorithm: AlgorithmConfig) -> None:
-    is_mask, cap = algorithm.importance_correction == "mask", algorithm.importance_cap
-    message = f"algorithm.importance_cap = {cap:g}: with algorithm.importance_correction = mask even tokens of the trainer's own "
-    message += "policy, at 1, would be masked"
-    refuse_if(is_mask and cap < 1, message, allowed="at least 1", remedy="write for example algorithm.importance_cap=2")
-
-
-def _check_truncated(algorithm: AlgorithmConfig, max_new_tokens: int) -> None:
-    buffer, example = algorithm.overlong_buffer, max(1, max_new_tokens // 5)
-    message = f"algorithm.overlong_buffer = {buffer}: no span of lengths for algorithm.truncated = penalise"
-    allowed = f"at least 1 and below rollout.max_new_tokens = {max_new_tokens}"
-    is_wrong = algorithm.truncated == "penalise" and not 0 < buffer < max_new_tokens
-    refuse_if(is_wrong, message, allowed=allowed, remedy=f"write for example algorithm.overlong_buffer={example}")
+def _router_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """Keys about routers that this model does not have."""
+    algorithm, model = config.algorithm, {"model": config.model.path}
+    for name in ROUTER_KEYS:
+        key, value = f"algorithm.{name}", getattr(algorithm, name)
+        if value != AlgorithmConfig.model_fields[name].default and not shape.num_experts:
+            yield wrong(config, key, f"{shape.model_type} has no experts", **model, remedy=f"leave {key} out")
+    key, rank = "algorithm.router_bias_update_rate", config.engine.lora.rank
+    if algorithm.router_bias_update_rate and shape.model_type not in BIASED_ROUTERS:
+        lines = {"needs": ", ".join(BIASED_ROUTERS), "remedy": f"leave {key} out"}
+        yield wrong(config, key, f"the routers of {shape.model_type} have no bias", **model, **lines)
+    elif algorithm.router_bias_update_rate and rank:
+        problem = f"checkpoints with engine.lora.rank = {shown_value(rank)} have adapters only, and no biases"
+        yield wrong(config, key, problem, choices="0", remedy=f"leave {key} out")

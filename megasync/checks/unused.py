@@ -1,6 +1,6 @@
 """Which keys that a config gives have no effect beside its other keys: two tables of rules. No torch in here.
 
-What can only be a mistake is refused. What a config may have for another phase, or for a longer run, is told and passed over.
+What can only be a mistake is refused; keys that a config may have for another phase, or for a longer run, get a note.
 A key counts as given where its value is not the default. Leaves out what a model has no use for (settings.py).
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from bridge.config import SyncConfig
 from engine.config import PRESETS, AlgorithmConfig
-from megasync.config.errors import ConfigError, Found
+from megasync.config.errors import ConfigError, shown_value, wrong
 from megasync.config.schema import Config, RolloutConfig
 
 SUPERVISED = (
@@ -34,14 +34,14 @@ ROLLOUT_KEYS = (
 CORRECTION, DECAY = "algorithm.importance_correction", ("engine.optimizer.decay_steps", "engine.optimizer.min_learning_rate")
 TEMPLATE_KEYS = ("data.system_prompt", "data.chat_template_arguments")
 
-# keys, the key that they are for, its values that have a use for them, what is to be said of its others
+# keys, the key that they are for, its values with which they have an effect, the reason for its other values
 REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
-    (POLICY_KEYS, "algorithm.name", ("grpo",), "has no rollouts that it could be for"),
+    (POLICY_KEYS, "algorithm.name", ("grpo",), "has no rollouts"),
     (("algorithm.importance_level", "algorithm.importance_cap"), CORRECTION, ("tis", "mask"), "has no weights"),
     (("algorithm.importance_floor",), CORRECTION, ("mask",), "masks nothing"),
-    (("algorithm.overlong_buffer",), "algorithm.truncated", ("penalise",), "has no use for it"),
+    (("algorithm.overlong_buffer",), "algorithm.truncated", ("penalise",), "does not use it"),
     (("algorithm.filter_factor",), "algorithm.filter_groups", (True,), "takes no other prompts"),
-    (("algorithm.log_router_gap",), "algorithm.router_replay", ("rollout",), "is what the gap would be compared with"),
+    (("algorithm.log_router_gap",), "algorithm.router_replay", ("rollout",), "records no routes to compare with"),
     (DECAY, "engine.optimizer.decay", ("cosine", "linear"), "lowers no learning rate"),
     (("engine.optimizer.loss_scale",), "model.dtype", ("float16",), "scales no loss"),
     (("engine.recompute_modules",), "engine.recompute", ("selective",), "knows no modules"),
@@ -51,7 +51,7 @@ REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
     (("sync.log_keep",), "sync.log", ("deltas", "digests"), "keeps no log"),
     (("rollout.cache_on_update",), "rollout.on_update", ("continue",), "holds no samples"),
     (("rollout.offload_trainer",), "rollout.placement", ("colocated",), "leaves the trainer where it is"),
-    (TEMPLATE_KEYS, "data.chat_template", (True,), "has no use for it"),
+    (TEMPLATE_KEYS, "data.chat_template", (True,), "does not use it"),
 )
 RATIO_KEYS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.ratio_level")
 # keys, whether they have an effect, why not
@@ -73,23 +73,24 @@ NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
 )
 
 
-def check_unused(config: Config) -> None:
-    """ConfigError for keys that have no effect and can only be a mistake."""
-    found = Found()
+def unused_errors(config: Config) -> Iterator[ConfigError]:
+    """For keys that have no effect and can only be a mistake."""
     for keys, owner, values, why in REFUSED:
-        if attrgetter(owner)(config) not in values:
-            for key in _given(config, keys):
-                message = f"{key} = {_shown(config, key):.80}: {owner} = {_shown(config, owner)} {why}"
-                needs = ", ".join(map(_text, values))
-                is_of_preset = key.removeprefix("algorithm.") in PRESETS.get(config.algorithm.preset, {})
-                out = f"{key}={_text(attrgetter(key)(Config()))}" if is_of_preset else f"leave {key} out"
-                remedy = f"write {owner}={_text(values[0])}, or {out}"
-                found.errors.append(ConfigError(message, needs=needs, remedy=remedy))
-    found.stop()
+        given = shown_value(attrgetter(owner)(config))
+        if attrgetter(owner)(config) in values:
+            continue
+        for key in _given(config, keys):
+            is_of_preset = key.removeprefix("algorithm.") in PRESETS.get(config.algorithm.preset, {})
+            leave_out = f"{key}={shown_value(attrgetter(key)(Config()))}" if is_of_preset else f"leave {key} out"
+            lines = {
+                "needs": ", ".join(map(shown_value, values)),
+                "remedy": f"write {owner}={shown_value(values[0])}, or {leave_out}",
+            }
+            yield wrong(config, key, f"{owner} = {given} {why}", **lines)
 
 
 def unused_keys(config: Config) -> list[str]:
-    """What is to be told of keys that have no effect here and may well have one elsewhere; a line a reason."""
+    """Notes on keys that have no effect here and may well have one in another phase; a line a reason."""
     found = [(", ".join(_given(config, keys)), why) for keys, has_effect, why in NOTED if not has_effect(config)]
     notes = [f"without effect: {keys}: {why}" for keys, why in found if keys]
     warmup, num_steps = config.engine.optimizer.warmup_steps, config.run.steps * config.algorithm.steps_per_batch
@@ -102,11 +103,3 @@ def unused_keys(config: Config) -> list[str]:
 def _given(config: Config, keys: Sequence[str]) -> Iterator[str]:
     defaults = Config()
     return (key for key in keys if attrgetter(key)(config) != attrgetter(key)(defaults))
-
-
-def _shown(config: Config, key: str) -> str:
-    return _text(attrgetter(key)(config))
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -1,16 +1,15 @@
-"""A run's config: what the keys mean and how they are read. No torch.
+"""A run's config: the meaning of its keys, and how they are read. No torch.
 
-schema.py       all keys, joined once; the models of `model`, `engine`, `algorithm` and `sync` are in engine/ and bridge/, that of
-data_section.py  `data` here
-keys.py         what those models say of a key: name, choices, bounds, nearest
-others.py       keys of verl, TRL and others: which of ours has the same meaning
-load.py         reads YAML files and `key=value` overrides; what pydantic refuses, in words
-named.py        what a user names as package.module:name
-others.py       keys of verl and TRL, and which of ours they mean
-errors.py       errors that name key, value, choices and remedy
-json_schema.py  writes the JSON schema that editors use
-reference.py    writes docs/reference.md, a table of all keys
-own_packages.py  a user's files with the names of our packages
-shipped.py      files that come with the program
-files.py        files that are written whole or not at all
+schema.py        all keys, joined once; `model`, `engine` and `algorithm` are in engine/config.py, `sync` in bridge/config.py
+data_section.py  the keys of `data`
+keys.py          full name, choices, bounds and nearest name of a key, from the pydantic models
+others.py        keys of verl, TRL and slime, and the keys here with the same meaning
+load.py          reads YAML files and `key=value` overrides; explains pydantic's errors
+named.py         imports functions and classes given as package.module:name
+errors.py        errors that name key, value, choices and remedy
+json_schema.py   writes the JSON schema for editors
+reference.py     writes docs/reference.md, a table of all keys
+own_packages.py  user files with the names of megasync's packages
+shipped.py       configs and other files that come with the package
+files.py         names, locks and atomic writes of a run's files
 """

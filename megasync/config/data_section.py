@@ -1,4 +1,4 @@
-"""What the YAML key `data` means, and the bounds of sampling that evaluation sets share with `rollout`. No torch in here.
+"""Keys of the YAML section `data`, and the sampling bounds that evaluation sets share with `rollout`. No torch in here.
 
 Leaves out reading the files (megasync/data/).
 """
@@ -16,16 +16,17 @@ from engine.config import FilePath, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2  # vLLM raises what is lower and refuses what is higher (sampling_params.py)
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2  # vLLM raises lower values and refuses higher ones (sampling_params.py)
 EVAL_NAME = re.compile(r"[\w-]+")
-TRAIN_SET = "train"  # in samples.jsonl what an evaluation set's name is for its samples
-TURN_REWARDS = "turn_rewards"  # in `info` of an episode in samples.jsonl: what its environment's steps gave, in their order
+TRAIN_SET = "train"  # `set` of training samples in samples.jsonl; evaluation samples have the name of their set
+TURN_REWARDS = "turn_rewards"  # in `info` of an episode in samples.jsonl: the reward of each step of its environment
 
 
 def _eval_temperature(value: float) -> float:
     if 0 < value < MIN_TEMPERATURE:
         choices = f"0 (greedy), {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-        raise PydanticCustomError("temperature", "vLLM samples at no such temperature", {"choices": choices, "example": "0"})
+        message = "vLLM does not support this temperature"
+        raise PydanticCustomError("temperature", message, {"choices": choices, "example": "0"})
     return value
 
 
@@ -34,20 +35,20 @@ def _eval_sets(value: dict[str, EvalSet]) -> dict[str, EvalSet]:
         if not EVAL_NAME.fullmatch(name):
             choices = "names of letters, digits, - and _"
             lines = {"name": name, "choices": choices, "example": "held_out.jsonl"}
-            raise PydanticCustomError("eval_name", "the set {name} cannot name its metrics", lines)
+            raise PydanticCustomError("eval_name", "the set name {name} is not usable in names of metrics", lines)
         if name == TRAIN_SET:
             example = f"'{{{name}_set: {{path: {each.path}}}}}'"
             lines = {"name": name, "choices": "any other name", "example": example}
-            raise PydanticCustomError("eval_name", "{name} is what samples.jsonl calls the samples of the training", lines)
+            raise PydanticCustomError("eval_name", "samples.jsonl uses the name {name} for training samples", lines)
     return value
 
 
 def _eval_names(value: object) -> object:
-    """What YAML reads as no text, such as `on`, could have been any name; of whole numbers load.py has made texts."""
+    """Refuses names that YAML does not read as text, such as `on`; load.py has turned whole numbers into texts."""
     for name in value if isinstance(value, Mapping) else ():
         if not isinstance(name, str):
             lines = {"name": str(name), "choices": "names in quotes", "example": "'{\"on\": {path: held_out.jsonl}}'"}
-            raise PydanticCustomError("eval_name", "YAML reads the name of a set as {name}, which is no text", lines)
+            raise PydanticCustomError("eval_name", "YAML reads the name of a set as {name}, which is not a text", lines)
     return value
 
 
@@ -59,67 +60,71 @@ class EvalSet(Section):
     """One of several evaluation sets. Its metrics are eval/NAME/avg@K, the mean reward, and eval/NAME/pass@K."""
 
     path: FilePath = ""
-    """A file or folder, as data.train."""
+    """The set's file or folder, as in data.train."""
     split: str = ""
-    """Of a folder with several."""
+    """Split to read, if the folder has several."""
     prompt_key: str = ""
-    """Empty: data.prompt_key."""
+    """Column of prompts; empty: data.prompt_key."""
     answer_key: str = ""
-    """Empty: data.answer_key."""
+    """Column of answers; empty: data.answer_key."""
     limit: PositiveInt | None = None
-    """So many first examples of it; null: all."""
+    """Use only the first so many examples; null: all."""
     samples: PositiveInt = 1
-    """Responses a prompt: the largest K."""
+    """Responses per prompt: the largest K of avg@K and pass@K."""
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
-    """0: greedy, for one sample."""
+    """Sampling temperature; 0: greedy, with one sample per prompt."""
     top_p: Share = 1.0
-    """As rollout.top_p; so the next two."""
+    """As rollout.top_p."""
     top_k: NonNegativeInt = 0
+    """As rollout.top_k."""
     min_p: MinP = 0.0
+    """As rollout.min_p."""
     max_new_tokens: PositiveInt | None = None
-    """null: rollout.max_new_tokens."""
+    """Maximum number of generated tokens per sample; null: rollout.max_new_tokens."""
     pass_reward: PositiveFloat = 1.0
-    """A sample with this reward or more counts as passed in pass@K."""
+    """Smallest reward that counts as passed in pass@K."""
 
 
 EvalSets = Annotated[dict[str, EvalSet], BeforeValidator(_eval_names), AfterValidator(_eval_sets)]
 
 
 class DataConfig(Section):
-    """JSONL, JSON, CSV, Parquet or Arrow files, folders of their shards, or folders that datasets.save_to_disk wrote."""
+    """Training and evaluation data: JSONL, JSON, CSV, Parquet or Arrow files, folders of shards, or folders that
+    datasets.save_to_disk wrote.
+    """
 
     train: FilePath = ""
-    """The file or folder to train on."""
+    """File or folder to train on."""
     split: str = ""
-    """Of data.train where it is a folder with several, such as train."""
+    """Split of data.train to read, such as train, if the folder has several."""
     eval: Annotated[Annotated[FilePath, Tag("*path")] | Annotated[EvalSets, Tag("*sets")], Discriminator(_eval_form)] = ""
-    """Held-out file; eval/reward is its mean reward of greedy responses (sft: eval/loss); or sets by name, such as
-    {math: {path: math.jsonl, samples: 4, temperature: 1.0}}; empty: none."""
+    """Held-out data. A path: eval/reward is the mean reward of greedy responses (sft: eval/loss). Or several sets by name, such
+    as {math: {path: math.jsonl, samples: 4, temperature: 1.0}}. Empty: no evaluation."""
     prompt_key: str = "question"
-    """Column of prompts: texts, or lists of messages (sft: also whole conversations); a.b is field b of column a."""
+    """Column of prompts: texts or lists of messages (sft: also whole conversations); a.b is field b of column a."""
     answer_key: str = "answer"
-    """Column of answers, which the reward gets (sft: which are trained, texts or messages); a.b is field b of column a."""
+    """Column of answers, which are passed to the reward (sft: texts or messages to train on); a.b is field b of column a."""
     batch_size: PositiveInt = 256
-    """Prompts a step; sft: examples a step."""
+    """Prompts per step; sft: examples per step."""
     shuffle: bool = True
-    """Another order in each epoch; false: the file's."""
+    """true: shuffle the examples in each epoch; false: keep the order of the file."""
     too_long: Literal["drop", "refuse"] = "drop"
-    """What happens to examples that have more tokens than model, vLLM or a micro-batch take."""
+    """Examples with more tokens than the model, vLLM or a micro-batch allows: drop them, or refuse to start."""
     chat_template: bool = False
-    """Put prompts through the tokenizer's chat template, a text as one user turn."""
+    """Render prompts with the tokenizer's chat template; a text becomes one user turn."""
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}."""
+    """Variables for the chat template, such as {enable_thinking: false}."""
     system_prompt: str = ""
-    """With chat_template: the system turn of prompts that bring none."""
+    """With chat_template: system turn for prompts that have none."""
 
     @property
     def eval_sets(self) -> dict[str, EvalSet]:
-        """By name; none where `eval` is one path."""
+        """Evaluation sets by name; empty if `eval` is a path."""
         return {} if isinstance(self.eval, str) else self.eval
 
     @property
     def paths(self) -> dict[str, str]:
-        """Of all that is given, by full key."""
+        """All paths that are set, by full key."""
         sets = {f"data.eval.{name}.path": each.path for name, each in self.eval_sets.items()}
         held_out = {"data.eval": self.eval} if isinstance(self.eval, str) else sets
         return {key: path for key, path in {"data.train": self.train, **held_out}.items() if path}

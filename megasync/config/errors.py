@@ -1,6 +1,6 @@
-"""Errors for the person who starts a run: one screen, with what is wrong, what would be right and what to do.
+"""Errors for the person who starts a run: the problem, the allowed values and the remedy, on one screen.
 
-Leaves out errors while training; those are raised where they happen.
+Leaves out errors during training, which are raised where they happen.
 
     with main_errors():
         config = load_config("configs/quickstart.yaml", ["engine.wrap=ddp"])
@@ -11,35 +11,62 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-SPEAKER_SECONDS = 10.0  # by which ranks come to the same error at different times
-LEAST_LIKENESS = 0.65  # of names of which one may be meant by the other
-LEAST_LENGTH = 0.7  # of the shorter one, as a share of the longer
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+SPEAKER_SECONDS = 10.0  # the other ranks wait this long for the speaking rank to print the error
+MIN_SIMILARITY = 0.65  # of two names, for one to be a misspelling of the other
+MIN_LENGTH_RATIO = 0.7  # of the shorter name to the longer one
+HEADLINE = re.compile(r"(?:.*?/config\.json: )?([a-z_]\w*(?:\.[\w*]+)*)(?: = (\{.*\}|\[.*\]|.*?))?(?:: | is not set)", re.DOTALL)
 
 
 def explain(headline: str, **lines: str) -> str:
-    """The headline and, indented below it, each named line that is not empty."""
+    """Returns the headline with each named line that is not empty indented below it."""
     shown = {name.replace("_", " ") + ":": text for name, text in lines.items() if text}
     width = max(map(len, shown), default=0)
     return "\n".join([headline, *(f"  {name:<{width}} {text}" for name, text in shown.items())])
 
 
 class ConfigError(ValueError):
-    """A config, or a file that it names, cannot be run as it is. The text is `explain`'s."""
+    """A config, or a file that it names, cannot be used. `headline` and `lines` are the arguments of `explain`; `parts` are the
+    single errors of a combined one.
+
+    A headline `key = value: problem` or `key: problem`, optionally after `FOLDER/config.json: `, gives `key` and `value`;
+    `remedy` is the line of that name.
+    """
 
     def __init__(self, headline: str, **lines: str) -> None:
         super().__init__(explain(headline, **lines))
         self.headline, self.lines, self.parts = headline, lines, [self]
+        named = HEADLINE.match(headline)
+        self.key, self.value = (named[1], named[2] or "") if named else ("", "")
+        self.remedy = lines.get("remedy", "")
 
 
-def together(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error that says all of them, and last how many; each in few lines, so that many can be read: choices only where the
-    remedy is one of them, and the source once where all have the same.
+def wrong(config: BaseModel, key: str, problem: str, **lines: str) -> ConfigError:
+    """An error about the value of the key with the full name `key`."""
+    return ConfigError(f"{key} = {shown_value(attrgetter(key)(config))}: {problem}", **lines)
+
+
+def shown_value(value: object) -> str:
+    """The value as YAML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def combined(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error with the text of all, and their number in the last line. To keep it short, choices are left out where there is
+    a remedy that does not refer to them, and a source that all errors share is printed once.
     """
     if len(errors) == 1:
         return errors[0]
@@ -75,51 +102,61 @@ class Found:
 
     @contextmanager
     def more(self) -> Iterator[None]:
-        """What is raised in the block is kept for later."""
+        """Keeps a ConfigError of the block for `stop`."""
         try:
             yield
         except ConfigError as error:
             self.errors += error.parts
 
     def stop(self) -> None:
-        """Raise what was found, if anything was."""
+        """Raises one ConfigError with all kept errors, if there are any."""
         if self.errors:
-            raise together(self.errors)
+            raise combined(self.errors)
+
+
+def refuse(errors: Iterable[ConfigError]) -> None:
+    """Raises one ConfigError with all of `errors`, if there are any."""
+    if listed := list(errors):
+        raise combined(listed)
 
 
 def refuse_if(is_wrong: object, message: str, **lines: str) -> None:
+    """Raises ConfigError(message, **lines) if `is_wrong` is true."""
     if is_wrong:
         raise ConfigError(message, **lines)
 
 
 def some(names: Iterable[object], most: int = 6) -> str:
-    """The first of them, and how many more there are; empty when there are none."""
+    """The first `most` names, and the number of further ones, as text; empty for no names."""
     listed = list(map(str, names))
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
 
 
 def nearest_name(word: str, names: Iterable[str]) -> str:
-    """The name most alike `word`, whole, in one of its `_` parts or by their initials; empty when none is near."""
+    """The name that is most similar to `word`, compared as a whole, by its parts between `_` and by their initials; empty if no
+    name reaches MIN_SIMILARITY.
+    """
 
-    def likeness(name: str) -> float:
+    def similarity(name: str) -> float:
         words = name.split("_")
-        # a word as short as `on` is near to any letter of its, and `log` to a logger
+        # parts of up to three letters match too much: `on` is similar to any word with an o, `log` to `logger`
         parts = {name, *(part for part in words if len(part) > 3)}
         parts |= {"".join(part[:1] for part in words)} if len(words) > 1 else set()
-        return max(_likeness(word.lower(), part.lower()) for part in parts)
+        return max(_similarity(word.lower(), part.lower()) for part in parts)
 
-    best = max(names, key=likeness, default="")
-    return best if best and likeness(best) >= LEAST_LIKENESS else ""
+    best = max(names, key=similarity, default="")
+    return best if best and similarity(best) >= MIN_SIMILARITY else ""
 
 
-def _likeness(word: str, other: str) -> float:
-    """From 0 to 1. Slips seldom hit the first letter, so that `question` is less like `solution` than their letters are; and they
-    leave the length as it is, so that max_num_batched_tokens is not max_new_tokens, where no words are left out.
+def _similarity(word: str, other: str) -> float:
+    """From 0 to 1. Typing errors seldom change the first letter, so that names with different first letters count less
+    (`question`, `solution`). They seldom change the length, so that a much shorter name counts 0 (`max_new_tokens`,
+    `max_num_batched_tokens`), except if it only leaves out words.
     """
     words, others = set(word.split("_")), set(other.split("_"))
     shorter, longer = sorted((len(word), len(other)))
-    if shorter < LEAST_LENGTH * longer and not (words <= others or others <= words):
+    if shorter < MIN_LENGTH_RATIO * longer and not (words <= others or others <= words):
         return 0.0
     ratio = difflib.SequenceMatcher(None, word, other).ratio()
     return ratio if word[:1] == other[:1] else 0.85 * ratio
@@ -127,11 +164,11 @@ def _likeness(word: str, other: str) -> float:
 
 @contextmanager
 def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
-    """Around what a command does before it starts anything: a ValueError becomes its message and exit code 2, and so does, with
-    `of_files`, an OSError that names the file: it cannot be read or written.
+    """For the block before a command starts anything: a ValueError prints its message and exits with code 2, and so does, with
+    `of_files`, an OSError that names a file.
 
-    Of several ranks that all meet the same error, one should `speak`. Its end ends the others, which so long wait: torchrun would
-    end it before it has spoken, if they were first. Where it does not meet the error, they speak after a while.
+    If all ranks raise the same error, one should `speak`. The others wait: the exit of a silent rank would make torchrun kill
+    the speaking one before it has printed. They speak after SPEAKER_SECONDS, if the speaking rank did not raise the error.
     """
     try:
         yield
@@ -139,18 +176,18 @@ def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
         if isinstance(error, OSError) and not (of_files and error.filename):
             raise
         if not speak:
-            time.sleep(SPEAKER_SECONDS + int(os.environ.get("LOCAL_RANK", "0")))  # one of them after another
-        told = unusable(error) if isinstance(error, OSError) else error
-        print(told, file=sys.stderr, flush=True)
+            time.sleep(SPEAKER_SECONDS + int(os.environ.get("LOCAL_RANK", "0")))  # one rank after another
+        message = explain_os_error(error) if isinstance(error, OSError) else error
+        print(message, file=sys.stderr, flush=True)
         sys.exit(2)
 
 
-def unusable(error: OSError) -> str:
-    """`error` names its file."""
+def explain_os_error(error: OSError) -> str:
+    """The message for an `error` with a file name, with a remedy."""
     path = Path(os.fsdecode(error.filename2 or error.filename))
     if error.errno == errno.ENOENT and path.is_symlink():
-        remedy = "put its target there, or a file in place of the link"
-        return explain(f"{path}: is a link to {path.readlink()}, which is not there", remedy=remedy)
+        remedy = "restore the target, or replace the link by a file"
+        return explain(f"{path}: is a link to {path.readlink()}, which does not exist", remedy=remedy)
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "make room there, or name one on another disk" if is_full else "name one that this user can read, or write"
+    remedy = "free space there, or name a file on another disk" if is_full else "name a file that this user can read or write"
     return explain(f"{error.filename2 or error.filename}: {error.strerror}", remedy=remedy)

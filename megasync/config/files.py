@@ -1,8 +1,8 @@
-"""Files of a run: its folder is one process's at a time, and a reader, or the next start after a crash, sees a file whole.
+"""Files of a run: names, the lock of the run's folder, and atomic writes, so that readers never see a half-written file.
 
-lock(run_folder)                    # until this process ends
+lock(run_folder)                       # until this process ends
 write_atomically(run_folder / "summary.json", text)
-former = set_aside(run_folder)      # runs/NAME becomes runs/NAME.1 if it holds the results of a former run
+former = archive_folder(run_folder)    # renames runs/NAME to runs/NAME.1 if it holds results of a former run
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megasync.config.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
 VERSIONS = "versions"
-MARKER = f"{VERSIONS}/trained.json"  # up to which step the run's log of versions can be gone on from (run/checkpoints.py)
+MARKER = f"{VERSIONS}/trained.json"  # the last step that can be resumed from the version log (run/checkpoints.py)
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -31,13 +31,14 @@ EPISODES = "episodes"  # the folder of records
 
 
 def lock(run_folder: Path) -> int | None:
-    """Make the folder this process's until it ends, in any way, or closes the descriptor that this returns.
+    """Locks the folder for this process until it ends or closes the returned descriptor. Prints a warning and returns None if
+    the file system has no locks.
 
-    A POSIX lock belongs to the process: no child inherits it. The locked file lies beside the folder, which `set_aside` renames.
-    None, and a warning, where the file system has no locks.
+    A POSIX lock belongs to the process; children do not inherit it. The locked file lies beside the folder, since
+    `archive_folder` renames the folder.
 
     Raises:
-        ConfigError: another process has the folder; its id and host.
+        ConfigError: another process holds the lock; with its id and host.
     """
     path = run_folder.with_name(f".{run_folder.name}.lock")
     try:
@@ -45,9 +46,9 @@ def lock(run_folder: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise _going_on(run_folder, os.read(descriptor, 1000).decode()) from error
+        raise _in_use(run_folder, os.read(descriptor, 1000).decode()) from error
     except OSError as error:
-        print(f"{path}: cannot be locked ({error.strerror}): do not start this run twice at a time", file=sys.stderr)
+        print(f"{path}: cannot be locked ({error.strerror}): do not start this run twice at the same time", file=sys.stderr)
         return None
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -55,8 +56,8 @@ def lock(run_folder: Path) -> int | None:
 
 
 def lock_holder(run_folder: Path) -> str | None:
-    """Who holds the lock that a run has on its folder, None for nobody. Takes no lock."""
-    run_folder = run_folder.resolve()  # with a name, also where it is the current folder
+    """Process and host that hold the lock of the folder, as text; None if it is not locked. Takes no lock."""
+    run_folder = run_folder.resolve()  # so that it has a name even if it is the current folder
     path = run_folder.with_name(f".{run_folder.name}.lock")
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -65,51 +66,52 @@ def lock_holder(run_folder: Path) -> str | None:
     try:
         os.lockf(descriptor, os.F_TEST, 0)
     except OSError:
-        return os.read(descriptor, 1000).decode(errors="replace") or "a process that has not said its name yet"
+        return os.read(descriptor, 1000).decode(errors="replace") or "a process that has not written its id yet"
     finally:
         os.close(descriptor)
     return None
 
 
-def refuse_going_on(run_folder: Path) -> None:
-    """ConfigError where another process has the folder now. Takes no lock."""
+def refuse_if_locked(run_folder: Path) -> None:
+    """Raises ConfigError if another process holds the lock of the folder. Takes no lock."""
     if (holder := lock_holder(run_folder)) is not None:
-        raise _going_on(run_folder, holder)
+        raise _in_use(run_folder, holder)
 
 
-def _going_on(run_folder: Path, holder: str) -> ConfigError:
-    remedy = "wait for its end, end it, or write run.name=NAME for another run"
+def _in_use(run_folder: Path, holder: str) -> ConfigError:
+    remedy = "wait until it ends, stop it, or write run.name=NAME for another run"
     return ConfigError(f"{run_folder}: a run is going on in this folder", held_by=holder, remedy=remedy)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The whole one of the highest step. (engine.checkpoint.newest does the same, with all that the engine imports.)"""
+    """The folder of the newest complete checkpoint, or None. (As engine.checkpoint.newest, without importing the engine.)"""
     return max((run_folder / CHECKPOINTS).glob("step_" + 8 * "[0-9]"), default=None)
 
 
 def read_marker(run_folder: Path) -> dict[str, Any] | None:
-    """With which step, its `step`, the weights of the newest version were made, and which prompts were trained by then.
+    """The step whose weights are the newest version in the log (`step`), and the prompts that were trained by then
+    (`num_trained`, `num_begun`, `begun`); None if there is no such file.
 
     Raises:
-        ConfigError: it is damaged, as a machine that loses its power may leave it, or another version wrote it.
+        ConfigError: the file is damaged, for example by a power failure, or another version of megasync wrote it.
     """
     path = run_folder / MARKER
     if not path.is_file():
         return None
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        numbers = [told["step"], told["num_trained"], told["num_begun"], *told["begun"]]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        numbers = [content["step"], content["num_trained"], content["num_begun"], *content["begun"]]
         if all(type(number) is int for number in numbers):
-            return dict(told)
-        problem = "holds something else than numbers"
+            return dict(content)
+        problem = "holds values that are not whole numbers"
     except (ValueError, LookupError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    remedy = "delete it, or write checkpoint.resume=auto: the run goes on from its newest checkpoint"
+    remedy = "delete it, or write checkpoint.resume=auto: the run resumes from its newest checkpoint"
     raise ConfigError(f"{path}: cannot be read: {problem}", remedy=remedy)
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that there is."""
+    """The folder, or its nearest parent that exists."""
     path = folder.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -117,13 +119,13 @@ def existing(folder: Path) -> Path:
 
 
 def unwritable(folder: Path) -> str:
-    """Why no file can be made in the folder, or in the nearest above it that there is; empty where one can. Nothing stays."""
+    """The reason why the folder, or its nearest existing parent, is not writable; empty if it is. Leaves no file behind."""
     nearest, whole = existing(folder), folder.absolute()
-    for path in (whole, *whole.parents):  # in the place of a link no folder can be made
+    for path in (whole, *whole.parents):  # mkdir fails on a broken link
         if path.is_symlink() and not path.exists():
-            return f"{path} is a link to {path.readlink()}, which is not there"
+            return f"{path} is a link to {path.readlink()}, which does not exist"
     try:
-        with tempfile.TemporaryFile(dir=nearest, prefix=".probe-") as probe:  # whose name goes at once
+        with tempfile.TemporaryFile(dir=nearest, prefix=".probe-") as probe:
             probe.write(b"probe")
             probe.flush()
     except OSError as error:
@@ -132,25 +134,25 @@ def unwritable(folder: Path) -> str:
 
 
 def has_results(run_folder: Path) -> bool:
-    """Whether a run left steps, evaluations or checkpoints in it."""
+    """Whether the folder holds steps, evaluations or checkpoints of a run."""
     records = (run_folder / name for name in (METRICS_FILE, EVALUATIONS_FILE))
     return any(path.is_file() and path.stat().st_size for path in records) or any((run_folder / CHECKPOINTS).glob("step_*"))
 
 
 def is_asked_to_stop(run_folder: Path) -> bool:
-    """By whoever made the file `stop` in the run's folder, such as a batch system before its time limit."""
+    """Whether the run's folder has a file `stop`, which a user or a batch system writes to end the run."""
     return (run_folder / STOP_FILE).exists()
 
 
 def forget_stop(run_folder: Path) -> None:
-    """At the start of a run (launch/stop_request.py), and at the end of one that had come to its end anyway."""
+    """Deletes the file `stop`, at the start of a run (launch/stop_request.py) and at its end."""
     (run_folder / STOP_FILE).unlink(missing_ok=True)
 
 
-def set_aside(run_folder: Path) -> Path | None:
-    """Renames a folder with results to the first name of FOLDER.1, FOLDER.2, ... that is free; returns it. No results: None.
+def archive_folder(run_folder: Path) -> Path | None:
+    """Renames a folder with results to the first free name of FOLDER.1, FOLDER.2, ... and returns it; None without results.
 
-    A `stop` in it stays where it was: it is asked of the run that begins.
+    A file `stop` stays in `run_folder`, since it is meant for the run that starts.
     """
     if not has_results(run_folder):
         return None
@@ -164,9 +166,13 @@ def set_aside(run_folder: Path) -> Path | None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by a text (UTF-8) or bytes in one step; makes its folder if need be. Its mode is as the umask has it."""
+    """Replaces the file by a text (in UTF-8) or bytes in one step. Creates its folder; the file's mode follows the umask.
+
+    Raises:
+        OSError: the file cannot be written; `filename` is `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # no mkstemp, whose files are for their owner alone
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # mkstemp would make it unreadable for other users
     try:
         with draft.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -176,11 +182,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException as error:
         draft.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error  # not the draft's name, or none
+            raise OSError(error.errno, error.strerror, str(path)) from error  # with the name of the file, not of the draft
         raise
 
 
 def flush(path: Path) -> None:
-    """Waits until the file is on the disk, not only in the page cache."""
+    """Writes the file from the page cache to the disk (fsync)."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,7 +1,7 @@
-"""Writes the JSON schema of a config, with which editors complete and check its YAML. No torch in here.
+"""Writes the JSON schema of a config, so that editors can complete and check its YAML. No torch in here.
 
 python -m megasync.config.json_schema --to docs/config.schema.json
-python -m megasync.config.json_schema --root megasync.bench.config:BenchRoot --to docs/bench.schema.json
+python -m megasync.config.json_schema --root bench.config:BenchRoot --to docs/bench.schema.json
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megasync.config.files import write_atomically
 
 
 def json_schema(root: Any) -> str:
-    """Of the keys of `root`, a pydantic model, and of `base`, which load.py takes out."""
+    """The JSON schema of `root`, a pydantic model, with the key `base`, which load.py resolves."""
     schema = root.model_json_schema()
     schema["properties"]["base"] = {"type": "string", "description": "Another YAML file, which this one refines."}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""What the pydantic models say of a key: full name, choices, bounds; and which key is nearest to a misspelt one. No torch."""
+"""Full names, choices and bounds of keys, read from the pydantic models; and the nearest key to a misspelt one. No torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic.fields import FieldInfo
 from megasync.config import others
 from megasync.config.errors import nearest_name
 
-SHORT = 3  # letters of a word that is near to some word of any section, as `foo` to `floor`
-ANYWHERE = ("dir", "limit", "name", "path", "split", "sync")  # last parts that say nothing in a section that is not ours
-ANY_NAME = "NAME"  # stands for a name that the config gives, in keys below a mapping of such names
+SHORT = 3  # letters; so short a name is similar to some key of any section, as `foo` to `floor`
+ANYWHERE = ("dir", "limit", "name", "path", "split", "sync")  # last parts that are too common to match in an unknown section
+ANY_NAME = "NAME"  # placeholder for a name that the user chooses, as in data.eval.NAME.path
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # attributes of annotated_types' constraints
 
 
 def all_keys(root: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key by its full name, in order; a section before what is in it."""
+    """The field of every key by its full name, in order; each section comes before its keys."""
     keys: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
         keys[prefix + name] = field
@@ -31,7 +31,7 @@ def all_keys(root: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 def with_any_name(keys: Iterable[str], path: Sequence[str]) -> list[str]:
-    """The path with ANY_NAME in the place of a name that the config gives."""
+    """The path with each name that the user chose replaced by ANY_NAME."""
     generic: list[str] = []
     for part in path:
         named = ".".join([*generic, ANY_NAME])
@@ -40,7 +40,7 @@ def with_any_name(keys: Iterable[str], path: Sequence[str]) -> list[str]:
 
 
 def below(keys: Iterable[str], section: str) -> list[str]:
-    """Full names of the keys right below a section, or at the top for an empty name."""
+    """Full names of the keys directly below a section; of the sections for an empty name."""
     return [key for key in keys if key.rpartition(".")[0] == section]
 
 
@@ -51,12 +51,12 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The texts that a value may be; empty where it is free."""
+    """The allowed texts of a key with choices; empty for other keys."""
     return list(dict.fromkeys(part for part in _parts(field.annotation) if isinstance(part, str)))
 
 
 def bounds(field: FieldInfo) -> str:
-    """The range of a number in words, such as `at least 0 and below 1`."""
+    """The range of a number as text, such as `at least 0 and below 1`."""
     constraints = list(field.metadata)
     for part in _parts(field.annotation):
         if get_origin(part) is Annotated:
@@ -68,7 +68,7 @@ def bounds(field: FieldInfo) -> str:
 
 
 def kind_of(field: FieldInfo) -> type:
-    """What YAML should hold: bool, int, float, str, dict or list; of an optional value what it is when it is there."""
+    """The type that YAML should hold: bool, int, float, str, dict or list; for an optional value its type if it is not null."""
     kind: Any = field.annotation
     while get_origin(kind) in (Annotated, Union, UnionType):
         kind = get_args(kind)[0]
@@ -77,7 +77,7 @@ def kind_of(field: FieldInfo) -> type:
 
 
 def item_of(field: FieldInfo) -> type:
-    """What a list should hold: int or str."""
+    """The type of a list's items: int or str."""
     kinds: list[Any] = [field.annotation]
     while kinds:
         kind = kinds.pop()
@@ -88,10 +88,11 @@ def item_of(field: FieldInfo) -> type:
 
 
 def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
-    """The key that was probably meant, and what to do where other projects have the name and we have no such key; or both empty.
+    """(key, advice): the key that was probably meant, or advice if another project has the name and there is no such key here;
+    both empty if nothing is similar.
 
-    In this order: another project's name by more than its last part, a key with the same last part, another project's name, a
-    sibling, one that is near in its last part.
+    Tried in this order: a name of another project with at least two parts, a key with the same last part, a name of another
+    project by its last part, a similar key of the same section, a key with a similar last part.
     """
     keys = list(keys)
     above, _, name = unknown.rpartition(".")
@@ -110,6 +111,6 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
 
 
 def _is_ours(keys: Sequence[str], section: str) -> bool:
-    """Whether it is a section of ours, or a slip of one."""
+    """Whether the config has this section, or a section with a similar name."""
     sections = {key.rpartition(".")[0] for key in keys}
     return section in sections or bool(nearest_name(section, [each for each in sections if "." not in each]))

@@ -1,7 +1,7 @@
 """Reads a config: YAML files (each may refine a `base`), then `key=value` overrides, into frozen pydantic models.
 
-Every key, type, choice and range is checked here; what pydantic finds wrong is said in words that name key, value, source, what
-is allowed and the remedy. Leaves out what needs the model, the data or the world size (check.py). No torch in here.
+Every key, type, choice and range is checked here; pydantic's errors become messages with key, value, source, allowed values and
+remedy. Leaves out checks that need the model, the data or the world size (checks/check.py). No torch in here.
 
     config = load_config("configs/grpo_fsdp.yaml", ["engine.wrap=ddp", "sync.bucket_bytes=64MiB"])
 """
@@ -29,15 +29,15 @@ from megasync.config.keys import ANY_NAME, all_keys, below, bounds, choices, ite
 from megasync.config.schema import Config
 
 COMMAND_LINE = "the command line"
-NAMED = {("data", "eval"), ("rollout", "reward")}  # mappings of the user's names
-EMPTY: dict[tuple[str, ...], Any] = {  # what null stands for
+NAMED = {("data", "eval"), ("rollout", "reward")}  # mappings whose keys are names that the user chooses
+EMPTY: dict[tuple[str, ...], Any] = {  # meaning of null
     ("data", "eval"): "",
     ("data", "chat_template_arguments"): {},
     ("engine", "overrides"): {},
     ("rollout", "engine_arguments"): {},
 }
 Root = TypeVar("Root", bound=Config, default=Config)
-Sources = dict[tuple[str, ...], str]  # where each value was given, by its path
+Sources = dict[tuple[str, ...], str]  # path of a key -> the file, or the command line, that gives its value
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -54,13 +54,17 @@ OTHER_NAMES = {
     "half": "float16",
     "fp32": "float32",
     "float": "float32",
-}  # unlike the choice that is meant
+}  # other names of dtypes, not similar enough for nearest_name
 OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
-ELSEWHERE = {"bench": "python -m megasync.bench", "bench_train": "python -m megasync.bench train"}  # sections of other commands
+ELSEWHERE = {"bench": "python -m bench", "bench_train": "python -m bench train"}  # sections of other commands
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root] = Config) -> Root:  # type: ignore[assignment]
-    """Raises ConfigError for anything that is not a config of the model `root`."""
+    """The config of YAML file `path` with `overrides` on top, as the pydantic model `root`.
+
+    Raises:
+        ConfigError: with all errors of files, keys and values.
+    """
     found, given = Found(), list[tuple[list[str], Any, str]]()  # a path, a value, its source
     for source, mapping in _read_layers(Path(path), ()):
         given += [([str(name)], value, source) for name, value in mapping.items()]
@@ -81,13 +85,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Writes the resolved config as YAML that `load_config` reads back to an equal one."""
+    """Writes the resolved config as YAML; `load_config` reads an equal config from it."""
     text = yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     write_atomically(Path(path), text)
 
 
 def with_changes(config: Root, changes: Mapping[str, Any]) -> Root:
-    """The same config but for these values, by full key. Raises pydantic's ValidationError where one is none of the key's."""
+    """A copy of the config with these values, by full key. Raises pydantic's ValidationError for a value that is not allowed."""
     nested = config.model_dump()
     for key, value in changes.items():
         *path, name = key.split(".")
@@ -99,7 +103,7 @@ def with_changes(config: Root, changes: Mapping[str, Any]) -> Root:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes texts that OmegaConf reads as numbers, and PyYAML does not, such as 0E0."""
+    """Quotes texts that OmegaConf, unlike PyYAML, reads as numbers, such as 0E0."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         try:
@@ -113,10 +117,10 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _read_layers(path: Path, refined_by: tuple[Path, ...]) -> list[tuple[str, Mapping[Any, Any]]]:
-    """(source, mapping) of the file and of the files it refines, the most basic first."""
+    """(source, mapping) of the file and of its bases, the last base first."""
     if path.resolve() in refined_by:
         chain = " -> ".join(str(file) for file in (*refined_by, path.resolve()))
-        raise ConfigError(f"{path}: `base` goes in a circle", files=chain, remedy="take one `base` out")
+        raise ConfigError(f"{path}: `base` goes in a circle", files=chain, remedy="remove one `base`")
     mapping = _read_yaml(path)
     base = mapping.pop("base", None)
     if base is None:
@@ -153,14 +157,14 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
-    """Path and value; what is for a text key is the text as typed: run.name=1e3, data.eval=."""
+    """Path and value of `key=value`. The value of a text key is the text as typed, as in run.name=1e3 and data.eval=."""
     key, equals, text = override.partition("=")
     if not equals or not key or key.startswith("-"):
         is_flag = key.startswith("-") and equals
         remedy = f"write {override.lstrip('-')}" if is_flag else "write for example engine.wrap=ddp"
         raise ConfigError(f"{override!r}: an override is written key=value", remedy=remedy)
-    if any("\ud800" <= letter <= "\udfff" for letter in override):  # bytes of the command line that are no UTF-8
-        raise ConfigError(f"{override!a}: not in UTF-8", remedy="write it in UTF-8, and without halves of surrogate pairs")
+    if any("\ud800" <= letter <= "\udfff" for letter in override):  # bytes of the command line that are not UTF-8
+        raise ConfigError(f"{override!a}: not in UTF-8", remedy="write it in UTF-8, without lone surrogates")
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -176,7 +180,7 @@ def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
 
 
 def _laid_over(nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str]]) -> tuple[dict[str, Any], Sources]:
-    """The nested mapping with each value at its path, the last one on top, and where each comes from."""
+    """Writes each (path, value, source) into `nested`, later ones over earlier ones; returns it and the source of each value."""
     sources = Sources()
     for (*above, name), value, source in given:
         into = nested
@@ -189,9 +193,9 @@ def _laid_over(nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str
 
 
 def _put(into: dict[str, Any], name: str, value: Any, above: tuple[str, ...], source: str, sources: Sources) -> None:
-    """Mappings are merged key by key, anything else is taken whole; a section without anything in it changes nothing.
+    """Mappings are merged key by key, any other value is replaced; an empty section changes nothing.
 
-    Of a mapping of NAMED only the names that are given stay, and null empties it, or one of others' fields.
+    A mapping of NAMED keeps only the names that `value` gives. null empties the mappings of NAMED and EMPTY.
     """
     path, old = (*above, name), into.get(name)
     if isinstance(old, dict) and isinstance(value, Mapping):
@@ -207,14 +211,14 @@ def _put(into: dict[str, Any], name: str, value: Any, above: tuple[str, ...], so
 
 
 def _with_text_names(value: Any) -> Any:
-    """Of a mapping in the place of a text, as of data.eval: names of digits are numbers in YAML, and texts in an override."""
+    """A mapping with names of digits as texts, as in data.eval: YAML reads them as numbers, an override as texts."""
     if not isinstance(value, Mapping):
         return value
     return {str(name) if type(name) is int else name: each for name, each in value.items()}
 
 
 def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:
-    """The same with every `${...}` replaced."""
+    """The mapping with every `${...}` replaced by its value."""
     try:
         return OmegaConf.to_container(OmegaConf.create(nested), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -226,13 +230,13 @@ def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:
 
 
 def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapping[tuple[str, ...], str]) -> list[ConfigError]:
-    """All that is wrong, unknown keys before others."""
+    """One error for each of pydantic's, unknown keys first. `sources`: see Sources."""
     keys, order = all_keys(root), sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     return [_explained({**found, **leaf}, keys, sources) for found in order for leaf in _leaves(found)]  # type: ignore[typeddict-item]
 
 
 def _leaves(found: ErrorDetails) -> list[dict[str, Any]]:
-    """The keys of a section that is not there, each with its value; of all else the error's own."""
+    """One entry for each key of an unknown section; one entry for any other error."""
     left, leaves = [(found["loc"], found["input"])], []
     while left:
         path, value = left.pop(0)
@@ -244,7 +248,7 @@ def _leaves(found: ErrorDetails) -> list[dict[str, Any]]:
 
 
 def _explained(found: ErrorDetails, keys: Mapping[str, FieldInfo], sources: Mapping[tuple[str, ...], str]) -> ConfigError:
-    path = tuple(str(part) for part in found["loc"] if not str(part).startswith("*"))  # without the tags of unions
+    path = tuple(str(part) for part in found["loc"] if not str(part).startswith("*"))  # without union tags
     value, context = found["input"], found.get("ctx", {})
     known = [source for end in range(len(path) + 1) if (source := sources.get(path[:end]))]
     given_in = known[-1] if known else "the defaults"
@@ -261,7 +265,7 @@ def _explained(found: ErrorDetails, keys: Mapping[str, FieldInfo], sources: Mapp
     lines = {"given_in": given_in, "choices": ", ".join(allowed)}
     if found["type"] == "literal_error" and isinstance(value, str):
         return ConfigError(f"{message}: not one of the choices", **lines, **_other_choice(key, value, allowed))
-    if "example" in context:  # from a validator of ours, which says what it expects
+    if "example" in context:  # from one of our validators, with its own message
         remedy = f"write for example {key}={context['example']}"
         return ConfigError(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy)
     item = item_of(field)
@@ -275,7 +279,7 @@ def _explained(found: ErrorDetails, keys: Mapping[str, FieldInfo], sources: Mapp
 
 
 def _other_choice(key: str, value: str, allowed: Sequence[str]) -> dict[str, str]:
-    """The nearest of the choices, and the remedy."""
+    """The nearest choice, and the remedy."""
     if advice := others.VALUES.get((key, value.lower())):
         return {"remedy": advice}
     other = OTHER_NAMES.get(value.lower(), "")
@@ -294,12 +298,12 @@ def _unknown_key(keys: Mapping[str, FieldInfo], path: tuple[str, ...], given_in:
         remedy = f"write {''.join(f'{part}: {{' for part in path[:-1])}{path[-1]}: ...{'}' * (len(path) - 1)}"
         return ConfigError(f"{unknown}: a name in a YAML file has no dots, each section is a mapping", **lines, remedy=remedy)
     if path[0] in ELSEWHERE:
-        remedy = f"take {path[0]} out: a run does without it; {ELSEWHERE[path[0]]} --config FILE reads it"
+        remedy = f"remove {path[0]}: a run does not use it; {ELSEWHERE[path[0]]} --config FILE reads it"
         return ConfigError(f"{unknown}: there is no such key", **lines, choices=", ".join(below(keys, section)), remedy=remedy)
     nearest, advice = nearest_key(keys, ".".join(generic))
     given_names = [name for name, part in zip(path, generic, strict=True) if part == ANY_NAME]
     nearest = nearest.replace(ANY_NAME, given_names[0]) if given_names else nearest
-    remedy = f"write {nearest} instead" if nearest else advice or "take the key out, or write one of the choices"
+    remedy = f"write {nearest} instead" if nearest else advice or "remove the key, or write one of the choices"
     lines |= {"nearest": nearest, "choices": ", ".join(below(keys, section)), "remedy": remedy}
     return ConfigError(f"{unknown}: there is no such key", **lines)
 

@@ -1,8 +1,8 @@
-"""What a user names as `package.module:name`: imported, with the config's own words where that fails. No torch in here.
+"""Imports a function or class that a user names as `package.module:name`; failures become ConfigErrors. No torch in here.
 
-Leaves out what is found there, which rewards and episodes look at themselves.
+Leaves out checks of the imported object (rewards/resolve.py, episodes/resolve.py).
 
-    module, found = import_named("my_package.rewards:close", "rollout.reward = 'my_package.rewards:close'")
+    module, function = import_named("my_package.rewards:close", "rollout.reward = 'my_package.rewards:close'")
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
-    """The module, and what it has under the name: None where it has nothing.
+    """The module, and its attribute of that name, or None.
 
     Raises:
-        ConfigError: the module cannot be imported; the message begins with the headline.
+        ConfigError: the module cannot be imported; the message begins with `headline`.
     """
     module_name, _, name = path.partition(":")
     files = hidden(Path.cwd())
     if (top := module_name.partition(".")[0]) in PACKAGES and top != "megasync":
         own = [file for file in files if file.partition(".")[0].partition("/")[0] == top]
-        remedy = rename(own) or f"name a module of yours; {top} is a package of megasync's own"
-        raise ConfigError(f"{headline}: {top} is a package of megasync's own", remedy=remedy)
+        remedy = rename(own) or f"name a module of yours; {top} is one of megasync's packages"
+        raise ConfigError(f"{headline}: {top} is one of megasync's packages", remedy=remedy)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-        remedy = f"the module was found: correct it, or install what it imports, until `python -c 'import {module_name}'` works"
+        remedy = f"correct the module, or install the packages it imports, until `python -c 'import {module_name}'` works"
         if is_missing:
-            remedy = "start where the module can be imported, or set PYTHONPATH"
+            remedy = "start in the folder of the module, or set PYTHONPATH"
+        if module_name.startswith("megasync.examples."):
+            remedy = f"write {module_name.removeprefix('megasync.')}:{name}, and start in the folder of a clone of the repository"
         remedy += f"; and {rename(files)}" if files else ""
         if module_name.endswith(".py"):
             remedy = f"write {module_name.removesuffix('.py')}:{name}, without the file's .py"
@@ -48,6 +50,6 @@ def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
 
 
 def digest_of_module(name: str) -> str:
-    """Of the file that an imported module is in: where it differs, what its functions return may."""
+    """BLAKE2b of the file of an imported module, to notice that its functions may have changed."""
     file = getattr(sys.modules[name], "__file__", None)
     return hashlib.blake2b(Path(file).read_bytes() if file else b"").hexdigest()

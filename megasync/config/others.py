@@ -1,8 +1,8 @@
-"""Keys of other projects: which key of ours has the same meaning, or what to do where there is none. No torch in here.
+"""Keys of other projects: the key here with the same meaning, or advice if there is none. No torch in here.
 
-A name is the end of a path: the longest that is known counts, `val_kwargs.n` before `n`. A name with a dot at its end is a
-section, whose keys have no meaning by their last part alone: `critic.optim.lr` is no learning rate of ours. Leaves out values
-(megasync/tools/import_config).
+A name matches the end of a path, and the longest match counts: `val_kwargs.n` before `n`. A name that ends with a dot is a
+section whose keys must not match by their last part: `critic.optim.lr` is not engine.optimizer.learning_rate. Leaves out the
+conversion of values (megasync/tools/import_config).
 
     key, advice = meaning("actor_rollout_ref.rollout.n")      # "rollout.group_size", ""
     key, advice = meaning("critic.optim.lr")                  # "", "there are no critics: ..."
@@ -10,7 +10,7 @@ section, whose keys have no meaning by their last part alone: `critic.optim.lr` 
 
 from __future__ import annotations
 
-SAME = {  # our key: what verl, TRL, slime and common speech have for it
+SAME = {  # key: its names in verl, TRL and slime, and common abbreviations
     "algorithm.baseline": "rloo_baseline",
     "algorithm.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
     "algorithm.clip_low": "clip_ratio clip_ratio_low eps_clip epsilon epsilon_low",
@@ -65,11 +65,12 @@ SAME = {  # our key: what verl, TRL, slime and common speech have for it
     "engine.optimizer.decay": "lr_decay_style lr_scheduler_type warmup_style",
     "engine.optimizer.decay_steps": "lr_decay_iters lr_decay_steps",
     "engine.optimizer.epsilon": "adam_epsilon",
-    "engine.optimizer.learning_rate": "lr",
+    "engine.optimizer.learning_rate": "learning_rate lr",
     "engine.optimizer.min_learning_rate": "min_lr min_lr_ratio",
-    "engine.optimizer.name": "optimizer_type",
+    "engine.optimizer.name": "optim optimizer optimizer_impl optimizer_type",
     "engine.optimizer.offload": "optimizer_cpu_offload optimizer_offload",
-    "engine.optimizer.warmup_steps": "lr_warmup_iters lr_warmup_steps lr_warmup_steps_ratio warmup_ratio",
+    "engine.optimizer.warmup_steps": "lr_warmup_iters lr_warmup_steps lr_warmup_steps_ratio warmup_ratio warmup_steps",
+    "engine.optimizer.weight_decay": "weight_decay",
     "engine.overrides": "override_ddp_config",
     "engine.parallel.context": "context_parallel_size cp ulysses_sequence_parallel_size",
     "engine.parallel.expert": "ep expert_model_parallel_size",
@@ -100,114 +101,109 @@ SAME = {  # our key: what verl, TRL, slime and common speech have for it
     "rollout.reward": "custom_reward_function custom_reward_function.name custom_reward_function.path custom_rm_path "
     "reward_funcs reward_function reward_weights rm_type",
     "rollout.stop": "rollout_stop stop_strings",
-    "rollout.temperature": "rollout_temperature temp",
+    "rollout.min_p": "min_p",
+    "rollout.temperature": "rollout_temperature temp temperature",
     "rollout.tensor_parallel": "rollout.tensor_model_parallel_size rollout.tp "
     "rollout_num_gpus_per_engine vllm_tensor_parallel_size",
-    "rollout.top_k": "rollout_top_k",
-    "rollout.top_p": "rollout_top_p",
+    "rollout.top_k": "rollout_top_k top_k",
+    "rollout.top_p": "rollout_top_p top_p",
     "run.deterministic": "full_determinism",
     "run.dir": "default_local_dir output_dir save",
     "run.loggers": "logger report_to tensorboard trackio use_wandb wandb",
     "run.log_samples": "log_completions log_val_generations num_completions_to_print",
     "run.name": "exp_name experiment_name run_name wandb_group",
-    "run.seed": "data.seed data_seed rollout_seed",
+    "run.seed": "data.seed data_seed rollout_seed seed",
     "run.steps": "max_steps num_rollout num_steps total_training_steps",
     "sync.bucket_bytes": "update_weights_bucket_megabytes",
 }
-INSTEAD = {  # what has no key of ours: their names, and what to do
+INSTEAD = {  # names without a key here: advice
     "actor_num_gpus_per_node actor_num_nodes n_gpus_per_node nnodes num_gpus num_processes world_size": (
-        "the launcher counts ranks: megasync train --nproc N, megasync submit --num-ranks N"
+        "the number of ranks is an option: megasync train --nproc N, megasync submit --num-ranks N"
     ),
     "rollout.pipeline_model_parallel_size rollout.data_parallel_size rollout.expert_parallel_size": (
-        "a replica is rollout.tensor_parallel workers; more engines are rollout.replicas"
+        "a replica has rollout.tensor_parallel workers; rollout.replicas adds engines"
     ),
     "critic. cliprange_value critic critic_warmup gamma lam value_model": (
-        "there are no critics: advantages are those of a group of samples"
+        "there is no critic: advantages are computed within a group of samples"
     ),
     "reward_model. reward_manager. reward_manager": (
-        "a reward is a function: rollout.reward=package.module:function, which may ask a model itself"
+        "a reward is a function, rollout.reward=package.module:function, which may itself call a model"
     ),
     "reward_fn_key": 'a reward reads the column itself: extra["data_source"] of its RewardInput',
-    "kl_ctrl. use_kl_in_reward kl_penalty": ("no KL goes into rewards; algorithm.kl_coefficient adds it to the loss"),
-    "kl_loss_type": "the KL in the loss is always the k3 estimate, low_var_kl of verl",
-    "ref.": "the KL's reference is sharded and packed as the policy is, and has no keys of its own",
+    "kl_ctrl. use_kl_in_reward kl_penalty": ("rewards have no KL term; algorithm.kl_coefficient adds one to the loss"),
+    "kl_loss_type": "the KL in the loss is always the k3 estimate (low_var_kl in verl)",
+    "ref.": "the reference model is sharded and packed as the policy is, and has no keys of its own",
     "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_update_interval": (
-        "the KL's reference stays the start model; to move it, begin another run with model.path=FOLDER of an export"
+        "the reference is always the initial model; to change it, start another run with model.path=FOLDER of an export"
     ),
     "loss_scale_factor": "algorithm.loss_aggregation=constant_length divides by rollout.max_new_tokens",
-    "record_file replay_file": "algorithm.router_replay=rollout replays what vLLM chose, without files",
-    "offload_policy": "with rollout.placement=colocated, rollout.offload_trainer says what goes to host memory",
-    "prometheus. trace. transfer_queue. pf_ppo. mtp. fused_kernel_options. tiled_mlp.": "there is nothing like it here",
-    "quantization quantization_config_file": "rollouts have the weights of the trainer in its dtype",
-    "custom_chat_template": "a chat template is the model folder's: put it there as chat_template.jinja",
-    "val_batch_size": "all of an evaluation set is generated at once",
-    "weight_decay_incr_style lora.type lora.dtype checkpoint_engine.engine_kwargs rollout_correction.loss_type": (
-        "there is nothing like it here"
+    "record_file replay_file": "algorithm.router_replay=rollout replays vLLM's expert choices, without files",
+    "quantization quantization_config_file": "rollouts use the trainer's weights in its dtype",
+    "custom_chat_template": "the chat template is read from the model folder: put it there as chat_template.jinja",
+    "val_batch_size": "the whole evaluation set is generated at once",
+    "prometheus. trace. transfer_queue. pf_ppo. mtp. fused_kernel_options. tiled_mlp. weight_decay_incr_style lora.type "
+    "lora.dtype checkpoint_engine.engine_kwargs rollout_correction.loss_type": "there is no counterpart here",
+    "grad_offload offload_policy param_offload": (
+        "with rollout.placement=colocated, rollout.offload_trainer selects the state that is moved to host memory"
     ),
-    "param_offload": "with rollout.placement=colocated, rollout.offload_trainer says what goes to host memory",
-    "grad_offload": "with rollout.placement=colocated, rollout.offload_trainer says what goes to host memory",
     "deepspeed zero fsdp_size fsdp_config ds3_gather_for_generation": (
-        "weights and optimizer are sharded by engine.wrap=megatron_fsdp"
+        "engine.wrap=megatron_fsdp shards weights and optimizer state"
     ),
     "entropy_coef entropy_coeff use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
     "top_entropy_quantile": "the loss has no entropy term; a higher algorithm.clip_high keeps entropy up",
-    "epochs num_epoch num_train_epochs total_epochs": "count steps: run.steps = epochs x examples / data.batch_size",
+    "epochs num_epoch num_train_epochs total_epochs": "set the number of steps: run.steps = epochs x examples / data.batch_size",
     "global_batch_size gradient_accumulation_steps": (
         "a step's data.batch_size x rollout.group_size samples are packed into micro-batches of engine.tokens_per_microbatch; "
-        "algorithm.num_minibatches optimizer steps are taken on them"
+        "algorithm.num_minibatches is the number of optimizer steps on them"
     ),
     "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu log_prob_use_dynamic_bsz": (
-        "all passes of the trainer take micro-batches of engine.tokens_per_microbatch"
+        "all forward passes of the trainer use micro-batches of engine.tokens_per_microbatch"
     ),
-    "use_dynamic_bsz use_remove_padding balance_batch": "samples are always packed without padding, and balanced by tokens",
+    "use_dynamic_bsz use_remove_padding balance_batch": "samples are always packed without padding and balanced over ranks",
     "max_prompt_len max_prompt_length rollout_max_prompt_len prompt_length": (
-        "a prompt may have rollout.max_model_len less rollout.max_new_tokens; data.too_long says what happens to longer ones"
+        "the limit is rollout.max_model_len - rollout.max_new_tokens; data.too_long drops or refuses longer prompts"
     ),
-    "use_vllm": "rollouts are always vLLM's",
-    "rollout.name": "rollouts are always vLLM's",
+    "rollout.name use_vllm": "vLLM always generates the rollouts",
     "rollout.mode": "rollouts are always asynchronous requests to vLLM; rollout.max_staleness=0 waits for each batch",
     "free_cache_engine vllm_enable_sleep_mode": (
         "with rollout.placement=colocated vLLM always frees its memory while the trainer works"
     ),
-    "load_format": "vLLM's weights come from the trainer, by the first sync",
-    "calculate_log_probs do_sample ignore_eos": "each sampled token brings its log-prob, and a response ends at its end token",
+    "load_format": "vLLM gets its weights from the trainer in the first sync",
+    "calculate_log_probs do_sample ignore_eos": "vLLM always returns log-probs, and a response ends at its end token",
     "repetition_penalty generation_kwargs": (
-        "rollouts sample from the policy itself, so that its log-probs are those of the samples"
+        "rollouts sample from the unmodified policy, so that log-probs of trainer and vLLM agree"
     ),
     "vllm_server_host vllm_server_port vllm_server_base_url vllm_server_timeout vllm_group_port": (
-        "the run starts its replicas itself, on rollout.replicas engines; rollout.ray_address names a cluster"
+        "the run itself starts rollout.replicas engines; rollout.ray_address selects a cluster"
     ),
     "multi_turn. agent. agent multi_turn tool_config_path max_tool_calling_iterations": (
-        "turns and tools are an episode: rollout.episode=package.module:name (docs/episodes.md)"
+        "an episode implements turns and tools: rollout.episode=package.module:name (docs/agents.md)"
     ),
     "project_name wandb_project": "set WANDB_PROJECT in the environment; the run's folder is run.dir/run.name",
-    "logging_steps logging_first_step logging_strategy": "each step is logged, in metrics.jsonl and by run.loggers",
-    "profiler. global_profiler. profiler timeline_json_file": (
-        "each run writes timeline.json, of what each step spent its time on"
-    ),
-    "trust_remote_code": "no code of a model's folder is run",
+    "logging_steps logging_first_step logging_strategy": "every step is logged to metrics.jsonl and to run.loggers",
+    "profiler. global_profiler. profiler timeline_json_file": ("each run writes timeline.json, a Chrome trace of its steps"),
+    "trust_remote_code": "code from a model's folder is never run",
     "override_transformer_config. override_config override_mcore_model_config": (
         "the model is built from the folder's config.json"
     ),
     "off_policy_mask_threshold rollout_rs rollout_rs_threshold": (
-        "algorithm.importance_correction=mask leaves tokens, or with importance_level responses, out of the loss"
+        "algorithm.importance_correction=mask excludes tokens from the loss, or, with importance_level, responses"
     ),
     "peft_config use_peft": "engine.lora.rank above 0 trains adapters",
-    "optim optim.optimizer optimizer_impl": "the optimizer is AdamW, engine.optimizer.name=adam",
-    "image_key video_key": "images and videos are not read",
-    "custom_cls. sampler. datagen.": "data is read from files, data.train; write them with the rows that you want",
-    "eval_strategy save_strategy": "rollout.evaluate_every_steps and checkpoint.every_steps count steps; 0 switches them off",
-    "lr_scheduler_kwargs optim_args": "engine.optimizer has keys of its own for each",
+    "image_key video_key": "images and videos are not supported",
+    "custom_cls. sampler. datagen.": "data is read from the files of data.train; write the rows you want into them",
+    "eval_strategy save_strategy": "rollout.evaluate_every_steps and checkpoint.every_steps are numbers of steps; 0 is off",
+    "lr_scheduler_kwargs optim_args": "engine.optimizer has a key for each",
 }
-VALUES = {  # of keys with choices, values of other projects that are no slips of a choice: what to do
+VALUES = {  # (key, value of another project): advice, for values that are not misspelt choices
     **{
         ("algorithm.name", name): f"write algorithm.preset={name.replace('-', '_')}"
         for name in ("dapo", "dr_grpo", "gspo", "rloo")
     },
-    ("algorithm.name", "ppo"): "there are no critics; algorithm.name=grpo clips ratios as PPO does",
-    ("algorithm.name", "gae"): "there are no critics; advantages are those of a group of samples, algorithm.name=grpo",
+    ("algorithm.name", "ppo"): "there is no critic; algorithm.name=grpo clips ratios as PPO does",
+    ("algorithm.name", "gae"): "there is no critic; algorithm.name=grpo computes advantages within a group of samples",
     **{
-        ("algorithm.name", name): "there is no such loss here; docs/algorithms.md lists those that there are"
+        ("algorithm.name", name): "this loss is not implemented; docs/how_a_step_works.md lists the available ones"
         for name in ("cispo", "gmpo", "sapo", "dpo", "reinforce", "reinforce_plus_plus", "remax", "opo", "gpg")
     },
 }
@@ -216,7 +212,7 @@ ADVICE = {name: text for names, text in INSTEAD.items() for name in names.split(
 
 
 def meaning(path: str) -> tuple[str, str]:
-    """Our key, or what to do without one; both empty where nothing is known of the path."""
+    """(key, advice): the key with the same meaning, or advice if there is none; both empty for an unknown name."""
     parts = path.split(".")
     endings = [".".join(parts[start:]) for start in range(len(parts))]
     sections = [f"{part}." for part in parts[:-1]]

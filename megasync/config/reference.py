@@ -22,7 +22,7 @@ written `section.key=value` on the command line.
 
 
 def reference() -> str:
-    """The page: a table a section, in the order of the schema."""
+    """The page in Markdown, with one table per section, in the order of the schema."""
     schema = Config.model_json_schema()
     lines = [HEAD]
     for path, section in _sections("", schema, schema["$defs"]):
@@ -48,7 +48,7 @@ def _section_of(field: dict[str, Any], known: dict[str, Any]) -> dict[str, Any] 
 
 
 def _values(field: dict[str, Any], known: dict[str, Any]) -> str:
-    """Type, choices and bounds in a few words."""
+    """Type, choices and bounds as text."""
     if "$ref" in field:
         return _cell(str(field["$ref"]).rpartition("/")[2])
     if "enum" in field or "const" in field:

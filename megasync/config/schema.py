@@ -1,6 +1,6 @@
 """All keys of a run's config, joined once. No torch in here.
 
-Leaves out reading YAML and overrides (load.py) and what needs the model and the data (check.py).
+Leaves out reading YAML and overrides (load.py) and checks that need the model or the data (checks/check.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _ray_address(value: str) -> str:
     match = RAY_ADDRESS.fullmatch(value)
     if not match or (match[3] and not 0 < int(match[3]) < 2**16):
         choices = "local, auto, HOST:PORT, ray://HOST:PORT"
-        raise PydanticCustomError("ray_address", "the address of a Ray is expected", {"choices": choices, "example": "auto"})
+        raise PydanticCustomError("ray_address", "a Ray address is expected", {"choices": choices, "example": "auto"})
     return value
 
 
 def _reward(value: object) -> object:
-    """A name, or names with weights; what they name is looked up later (megasync/rewards/resolve.py)."""
+    """Checks a name, or a mapping of names to weights; megasync/rewards/resolve.py looks the functions up later."""
     if isinstance(value, str):
         return value
     problem = ""
@@ -38,7 +38,7 @@ def _reward(value: object) -> object:
     elif wrong := [name for name, weight in value.items() if not _is_weight(weight)]:
         problem = f"the weight of {wrong[0]} is {value[wrong[0]]!r}, a finite number is expected"
     elif not any(value.values()):
-        problem = "every weight is 0, which leaves nothing to learn"
+        problem = "all weights are 0, so that there is nothing to learn"
     if problem:
         choices = "exact_match, math_verify, reasoning_gym, token_count, package.module:function, {NAME: WEIGHT, ...}"
         example = "'{exact_match: 1.0, my_package.my_module:my_reward: 0.2}'"
@@ -56,7 +56,7 @@ def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
 
 def _stop_texts(value: tuple[str, ...]) -> tuple[str, ...]:
     if not all(value):
-        raise PydanticCustomError("stop", "a text that ends a response is not empty", {"choices": "", "example": "[</answer>]"})
+        raise PydanticCustomError("stop", "a stop string must not be empty", {"choices": "", "example": "[</answer>]"})
     return value
 
 
@@ -68,28 +68,29 @@ class RunConfig(Section):
     dir: FilePath = "runs"
     """Holds the folders of runs."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of the order of data, of sampling and of dropout."""
+    """Seed of the data order, of sampling and of dropout."""
     deterministic: bool = False
-    """Two runs of one seed on machines of one kind have the same bits in every metric but times."""
+    """true: two runs with the same seed on the same kind of machine give bitwise equal metrics, times excepted."""
     steps: PositiveInt = 100
-    """Batches that are trained on."""
+    """Number of batches to train on."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """How the terminal shows progress."""
     stop_at_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """sft: stop once held-out accuracy is there; 0: run all steps."""
+    """sft: stop once the held-out accuracy reaches this value; 0: run all steps."""
     hung_rank_timeout_seconds: Annotated[float, Field(ge=5)] = 300.0
-    """A trainer rank that gives no sign of life for so long, because it was stopped or its machine is gone, ends the run."""
+    """The run ends if a trainer rank sends no heartbeat for this many seconds, because it hangs or its machine is lost."""
     loggers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore[0], AfterValidator(_each_once)] = (
         "tensorboard",
     )
-    """Get config, metrics and samples beside the run's own files; [] for none. wandb runs offline where it finds no key."""
+    """Loggers that receive config, metrics and samples in addition to the run's own files; []: none. wandb runs offline if it
+    finds no API key."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
     trainer_nodes: NonNegativeInt = 0
-    """Through submit: on how many nodes of the cluster the trainer's ranks are, as many on each (Ray's STRICT_SPREAD); 0: on as
-    few as have room (PACK)."""
+    """With `megasync submit`: number of nodes that the trainer's ranks are spread over evenly (Ray's STRICT_SPREAD); 0: as few
+    nodes as have room (PACK)."""
     log_samples: NonNegativeInt = 2
-    """How many responses of a step, and of each evaluation set, samples.jsonl keeps with prompt, reward and answer."""
+    """Number of responses that samples.jsonl keeps of each step and of each evaluation set, with prompt, reward and answer."""
 
     @property
     def folder(self) -> Path:
@@ -97,97 +98,103 @@ class RunConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Generation by vLLM."""
+    """Generation by vLLM, rewards and evaluation."""
 
     placement: Literal["separate", "colocated"] = "separate"
-    """colocated: on the trainer's GPUs, in turns with it; needs max_staleness 0."""
+    """separate: replicas have GPUs of their own. colocated: replicas share the trainer's GPUs and take turns with it; requires
+    max_staleness 0."""
     offload_trainer: Annotated[tuple[OffloadKind, ...], *OneOrMore] = OFFLOAD_KINDS
-    """colocated: what goes to host memory while vLLM uses the trainer's GPUs."""
+    """colocated: trainer state that is moved to host memory while vLLM uses the GPUs."""
     replicas: PositiveInt = 1
-    """Engines that generate side by side."""
+    """Number of vLLM engines that generate in parallel."""
     tensor_parallel: PositiveInt = 1
-    """vLLM workers of one replica."""
+    """Tensor-parallel vLLM workers per replica."""
     max_staleness: NonNegativeInt = 0
-    """The whole of asynchrony: by how many versions the oldest token of a sample may be behind the weights that train on it."""
+    """How many weight versions the oldest token of a sample may be behind the weights that train on it. 0: synchronous; above 0:
+    generation continues while the trainer works."""
     on_update: OnUpdate = "drain"
-    """What a sync does to running samples: waits for them, holds them and lets them continue, or restarts them after it."""
+    """How a weight sync treats running samples. drain: wait until they finish; continue: pause them and resume with the new
+    weights; restart: generate them again with the new weights."""
     cache_on_update: Literal["recompute", "keep"] = "keep"
-    """continue: what held samples have cached is kept, or computed anew with the new weights: a prefill each."""
+    """on_update=continue: keep the KV cache of paused samples, or recompute it with the new weights, which costs one prefill per
+    sample."""
     min_replicas: PositiveInt = 1
-    """With fewer left the run waits for replicas to be restarted; with more it goes on meanwhile."""
+    """If fewer replicas are alive, the run waits for restarts; otherwise it continues with the remaining ones."""
     answer_timeout_seconds: PositiveFloat = 120.0
-    """A replica that gives no answer for so long is restarted, and others take its samples over."""
+    """A replica that does not answer for this many seconds is restarted; the other replicas take over its samples."""
     start_timeout_seconds: PositiveFloat = 600.0
-    """Of a replica's start; one that takes longer is ended, and at a restart tried again."""
+    """Time limit for the start of a replica. A slower start is killed; a slow restart is tried again."""
     restart_timeout_seconds: PositiveFloat = 600.0
-    """How long the run waits for replicas to be restarted before it stops."""
+    """How long the run waits for replicas to restart before it stops."""
     group_size: PositiveInt = 8
-    """Samples a prompt."""
+    """Samples per prompt."""
     max_new_tokens: PositiveInt = 1024
-    """Of one sample, its end included."""
+    """Maximum number of generated tokens per sample, the end token included."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] = 1.0
-    """Of training rollouts, from 0.01 on, to which vLLM raises what is lower; data.eval has its own."""
+    """Sampling temperature of training rollouts; evaluation sets have their own. vLLM would raise lower values to 0.01."""
     top_p: Share = 1.0
-    """Sample from the likeliest tokens that have this share of the probability together; to log-probs the same as top_k."""
+    """Nucleus sampling: keep the most likely tokens whose probabilities add up to this value. Affects log-probs as top_k does."""
     top_k: NonNegativeInt = 0
-    """Sample from so many likeliest tokens; 0: all. vLLM normalises over the tokens that are kept, the trainer over all: where
-    these have a share p of the probability, the importance ratio (trainer over rollout) is p times that without the cut."""
+    """Sample from this many most likely tokens; 0: all. vLLM normalises log-probs over the kept tokens, the trainer over the
+    whole vocabulary: if the kept tokens have probability p, the importance ratio (trainer / rollout) is multiplied by p."""
     min_p: MinP = 0.0
-    """Leave out tokens that are less likely than this times the likeliest; to log-probs the same as top_k."""
+    """Drop tokens less likely than min_p times the most likely token. Affects log-probs as top_k does."""
     stop: Annotated[tuple[str, ...], OneOrMore[0], AfterValidator(_stop_texts)] = ()
-    """Texts that end a response, which keeps them. vLLM then detokenises, and equal runs may differ in last bits, since the
-    core learns of the end a little later."""
+    """Stop strings; the response includes the one that ended it. vLLM then detokenises while it generates and notices the end
+    slightly later, so that equal runs may differ in the last bits."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Fields of vLLM's EngineArgs, by name, other than those that a key of ours sets."""
+    """Further fields of vLLM's EngineArgs, by name; fields that another key sets are refused."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of a prompt with its response; null: what the model allows."""
+    """Maximum number of tokens of prompt and response together; null: the model's limit."""
     max_num_seqs: PositiveInt = 256
-    """Samples that one replica generates at the same time."""
+    """Maximum number of samples that one replica generates concurrently."""
     kv_cache_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Of each worker, such as 4GiB; null: by gpu_memory_utilization, on a CPU 1 GiB."""
+    """KV cache per vLLM worker, such as 4GiB; null: derived from gpu_memory_utilization, on CPUs 1 GiB."""
     gpu_memory_utilization: Share = 0.85
-    """Share of a GPU that vLLM takes."""
+    """Fraction of the GPU's memory that vLLM may use."""
     enforce_eager: bool = False
-    """true: no CUDA graphs, no compiled kernels: slower tokens, a shorter start; on CPUs always."""
+    """true: no CUDA graphs and no compiled kernels, for a faster start and slower generation. Always true on CPUs."""
     reward: Annotated[str | dict[str, float], BeforeValidator(_reward)] = "exact_match"
-    """exact_match, math_verify, reasoning_gym, token_count, or package.module:function of your own; several as NAME: WEIGHT."""
+    """exact_match, math_verify, reasoning_gym, token_count, or your own package.module:function; a mapping {NAME: WEIGHT} for a
+    weighted sum of several."""
     reward_processes: PositiveInt = 4
-    """At most so many for plain functions, and as many for async ones."""
+    """Maximum number of processes for plain reward functions, and as many again for async ones."""
     reward_timeout_seconds: PositiveFloat = 60.0
-    """Of one call of a reward; its process is ended then."""
+    """Time limit for one call of a reward; after it the reward's process is killed."""
     reward_on_failure: Literal["stop", "zero"] = "stop"
-    """When a reward raises, is late, dies or returns no finite number; zero: the sample gets 0 from it, and it is counted."""
+    """If a reward raises, times out, crashes or does not return a finite number. stop: the run stops; zero: the reward counts as
+    0, and reward/failures counts the call."""
     reward_concurrency: PositiveInt = 64
-    """Samples that one process waits for at the same time in an async function."""
+    """Maximum number of concurrent calls of an async reward in one process."""
     episode: str = ""
-    """package.module:name, an async function of (task, model) or an environment class: what each sample plays with the model,
-    turn by turn; empty: one turn."""
+    """package.module:name of an async function of (task, model) or of an environment class, which runs the turns of each sample;
+    empty: one turn, prompt and response."""
     episode_max_turns: PositiveInt = 16
-    """Of one episode; max_new_tokens is then of one turn."""
+    """Maximum number of turns per episode; with episodes max_new_tokens is the limit of one turn."""
     episode_timeout_seconds: PositiveFloat = 120.0
-    """What an episode's own code and tools may take, all turns together; the model's time is not counted."""
+    """Time limit for an episode's own code and tools, over all turns; the model's generation time is not counted."""
     episode_on_failure: Literal["retry", "zero", "drop", "stop"] = "retry"
-    """When an episode raises, is late, dies or returns no finite number. retry: it begins anew, up to three times, then the run
-    stops; zero: its reward is 0; drop: its group is without it."""
+    """If an episode raises, times out, crashes or does not return a finite number. retry: it restarts, up to three times, then
+    the run stops; zero: its reward is 0; drop: its group continues without it; stop: the run stops."""
     episode_processes: PositiveInt = 2
-    """At most so many; with episode_placement cluster so many on each node."""
+    """Maximum number of episode processes; with episode_placement=cluster, per node."""
     episode_placement: Literal["local", "cluster"] = "local"
-    """Where they run. local: beside the trainer's first rank; cluster: spread over all nodes of the run's Ray."""
+    """Where episode processes run. local: on the node of trainer rank 0; cluster: spread over all nodes of the Ray cluster."""
     episode_concurrency: PositiveInt = 256
-    """Episodes that one process plays at the same time; others wait."""
+    """Maximum number of episodes that one process runs concurrently; further ones wait."""
     episode_memory_bytes: Annotated[ByteSize, Field(ge=2**28)] | None = None
-    """Address space of one process, such as 8GiB; an episode that wants more fails; null: no limit."""
+    """Limit of the address space of an episode process, such as 8GiB; an episode that exceeds it fails; null: no limit."""
     episode_open_files: Annotated[int, Field(ge=64)] = 16384
-    """Files and sockets that one process may have open at the same time; an episode that wants more fails."""
+    """Limit of open files and sockets of an episode process; an episode that exceeds it fails."""
     record: Literal["episodes", "all", "none"] = "episodes"
-    """What of the trained samples is kept in the run's folder, with all that `megasync replay` needs to sample them again: none,
-    episodes, or samples of one turn, too. A file a step, of a few bytes a token."""
+    """Trained samples that the run's folder keeps for `megasync replay`. episodes: only multi-turn samples; all: single-turn
+    samples, too; none. One file per step, a few bytes per token."""
     evaluate_every_steps: NonNegativeInt = 0
-    """0: only before the first and after the last step, when data.eval is set."""
+    """Evaluate on data.eval every this many steps; 0: only before the first and after the last step."""
     evaluate_at_start: bool = True
     """false: no evaluation before the first step."""
     ray_address: Annotated[str, AfterValidator(_ray_address)] = "local"
-    """local: a Ray of the run's own; auto, HOST:PORT or ray://HOST:PORT: one that runs."""
+    """local: the run starts its own Ray; auto, HOST:PORT or ray://HOST:PORT: use a running Ray cluster."""
 
     @property
     def is_colocated(self) -> bool:
@@ -195,31 +202,32 @@ class RolloutConfig(Section):
 
     @property
     def max_sampled_tokens(self) -> int:
-        """Of one sample, all of its turns together."""
+        """Maximum number of sampled tokens per sample, over all turns."""
         return self.max_new_tokens * (self.episode_max_turns if self.episode else 1)
 
 
 class CheckpointConfig(Section):
-    """What a run can be resumed from."""
+    """Checkpoints, from which a run can be resumed."""
 
     every_steps: NonNegativeInt = 0
-    """0: none; else also after the last step."""
+    """Write a checkpoint every this many steps and after the last one; 0: never."""
     keep: PositiveInt = 3
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     resume: Literal["auto", "newest_weights", "never"] = "auto"
-    """auto: go on from the newest checkpoint in the run's folder; newest_weights: the steps after it are not trained again where
-    sync.log=deltas has the weights that they made, and the optimizer is the checkpoint's."""
+    """auto: resume from the newest checkpoint in the run's folder. newest_weights: take newer weights from the version log
+    (sync.log=deltas), if it has any, with the checkpoint's optimizer state, so that the steps after the checkpoint are not
+    trained again. never: start a new run."""
     asynchronous: bool = False
-    """Copy to host memory, and write while training goes on."""
+    """Copy the state to host memory, then write it while training continues."""
 
     @property
     def resumes(self) -> bool:
-        """Whether the run goes on from what its folder has."""
+        """Whether the run resumes from the results in its folder."""
         return self.resume != "never"
 
 
 class Config(Section):
-    """Everything a run is told."""
+    """All keys of a run's config."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -232,11 +240,11 @@ class Config(Section):
 
     @property
     def keeps_versions(self) -> bool:
-        """Whether the weights of every step can be had again, from the run's log of versions."""
+        """Whether the run's version log can rebuild the weights of every step."""
         return self.algorithm.name == "grpo" and self.sync.log == "deltas"
 
     @property
     def input_paths(self) -> dict[str, str]:
-        """What a run reads, by full key; those that are given."""
+        """Paths that a run reads, by full key; keys without a path are left out."""
         inputs = {"model.path": self.model.path, "engine.lora.adapter_path": self.engine.lora.adapter_path, **self.data.paths}
         return {key: path for key, path in inputs.items() if path}

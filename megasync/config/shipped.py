@@ -1,4 +1,4 @@
-"""Files that come with the program, beside it in a clone, within an installed package: configs, locks, templates of job files.
+"""Files that come with megasync: configs, locks, templates of job files; in a clone or within the installed package.
 
 path = shipped("configs/quickstart.yaml")
 """
@@ -16,22 +16,22 @@ INSTALLED = Path(__file__).resolve().parents[1] / "shipped"  # where setup.py pu
 
 
 def shipped(name: str) -> Path:
-    """`name`: the path in the repository."""
+    """The path of a shipped file; `name`: its path in the repository."""
     return (INSTALLED if INSTALLED.is_dir() else CLONE) / name
 
 
 def clone(what: str) -> Path:
-    """The clone's folder, for `what`, which takes more from there than an installed package has.
+    """The clone's folder. `what`: the command that needs files that an installed package does not have.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: megasync is installed and does not run from a clone.
     """
-    message = f"{what} takes the program from a clone, and {CLONE} is none"
+    message = f"{what} needs a clone of the repository, and {CLONE} is not one"
     refuse_if(INSTALLED.is_dir(), message, remedy="clone the repository, and start it there as python -m megasync")
     return CLONE
 
 
 def how_to_install(lane: str = "") -> str:
-    """The line for an environment that lacks what trains; `lane`: cpu or gpu, empty for this machine's."""
+    """The command that installs the packages for training. `lane`: cpu or gpu; empty: chosen for this machine."""
     lane = lane or os.environ.get("MEGASYNC_LANE") or ("gpu" if Path("/dev/nvidia0").exists() else "cpu")
     return f"pip install '.[{lane}]' --constraint locks/{lane}.txt in a clone of the repository, or ./launch/setup.sh there"

@@ -1,14 +1,16 @@
 """From data files to tokens.
 
-files.py          which files hold a split of a data set
-columns.py        what a table's columns hold, by its schema
+files.py          finds the files of a split of a data set
+columns.py        decodes a table's columns by its schema
 tables.py         rows of JSONL, JSON, CSV, Parquet and Arrow files
 conversations.py  messages, tools and template variables of a row
 data.py           examples, and the order of prompts
 tokenizer.py      the tokenizer of a model's folder
-encoding.py       texts become token ids
-template.py       its chat template
-supervised.py     conversations as pieces of text, trained or given
-prompts.py        prompts become tokens
-load.py           all that a run reads, as far as it is short enough
+encoding.py       encodes texts of prompts and answers as token ids
+template.py       the model's chat template
+supervised.py     cuts conversations into pieces of text that are trained or not
+prompts.py        encodes prompts and answers of examples
+load.py           loads a run's data, without examples that are too long
+packages.py       pinned packages that few runs need, installed by pip into a cache folder
+reasoning_gym.py  tasks of reasoning-gym as data, and their scores
 """

@@ -1,8 +1,8 @@
-"""What a table's columns hold, decoded by its schema as datasets does (features.py of datasets 5.2); importing it takes a second.
+"""Decodes a table's columns by its schema, as datasets does (features.py of datasets 5.2), without its slow import.
 
 Leaves out reading the files (tables.py). No torch in here.
 
-    decode = decoders(schema, chosen=["messages"])      # by name, of the columns whose values are not as pyarrow gives them
+    decode = decoders(schema, chosen=["messages"], note=print)      # by name, of columns that need decoding
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Decode = Callable[[Any], Any]
-METADATA = b"huggingface"  # of a schema: the features of the data set
+METADATA = b"huggingface"  # key of a schema's metadata that holds the data set's features
 
 
 def readable(path: Path, schema: pa.Schema, chosen: Collection[str], note: Callable[[str], None]) -> list[str]:
-    """Names of the columns that are read: those of bytes, such as images, are where they are `chosen` only.
+    """Names of the columns to read. Columns of bytes, such as images, are read only if they are `chosen`; `note` gets the others.
 
     Raises:
         ConfigError: two columns have one name.
     """
     names = list(schema.names)
     twice = sorted({name for name in names if names.count(name) > 1})
-    remedy = "give one of them another name, or take it out"
+    remedy = "rename or remove one of them"
     refuse_if(twice, f"{path}: has several columns of the name {', '.join(map(repr, twice))}", remedy=remedy)
     left_out = [field.name for field in schema if field.name not in chosen and _holds_bytes(field.type)]
     if left_out:
@@ -40,8 +40,9 @@ def readable(path: Path, schema: pa.Schema, chosen: Collection[str], note: Calla
 
 
 def decoders(schema: pa.Schema, chosen: Collection[str], note: Callable[[str], None]) -> dict[str, Decode]:
-    """By column. JSON becomes what it stands for, and a float32 the shortest number that rounds to it; in a column that is
-    `chosen`, class labels become their names, and fields that are null are left out of objects: a table's objects have them all.
+    """A function by column name, for columns whose values need decoding: JSON texts are parsed, and float32 becomes the shortest
+    decimal that rounds to it. In `chosen` columns class labels become their names, and null fields are removed from objects,
+    since all objects of a table have the same fields. `note` gets a line about class labels.
     """
     info = json.loads((schema.metadata or {}).get(METADATA, b"{}")).get("info", {})
     features = info.get("features") or {}
@@ -58,7 +59,7 @@ def decoders(schema: pa.Schema, chosen: Collection[str], note: Callable[[str], N
 
 
 def _decoder(kind: pa.DataType, feature: Any, *, drops_nulls: bool) -> Decode | None:
-    """None: values are as pyarrow gives them."""
+    """None: the values need no decoding."""
     from pyarrow import types
 
     if (isinstance(feature, dict) and feature.get("_type") == "Json") or getattr(kind, "extension_name", "") == "arrow.json":
@@ -88,7 +89,7 @@ def _object(parts: dict[str, Decode | None], *, drops_nulls: bool) -> Decode:
 
 
 def _label(names: list[str]) -> Decode:
-    """-1 is the label of what has none."""
+    """-1 means no label and becomes None."""
     return lambda value: names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 

@@ -1,4 +1,4 @@
-"""Messages as data sets hold them, in OpenAI's form, and what else of a row a chat template reads. No torch in here.
+"""Messages in OpenAI's form, as data sets hold them, and other columns for the chat template. No torch in here.
 
 Leaves out rendering them (prompts.py).
 
@@ -17,7 +17,12 @@ from megasync.config.errors import ConfigError, refuse_if
 Message = dict[str, Any]
 Turn = tuple[str, str]  # role and content
 ROLES = ("system", "user", "assistant", "tool")
-RENDERED = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # what templates write of a message, beside its content
+RENDERED = (
+    "tool_calls",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # rendered beside content
 FIELDS = ("role", "content", "name", "tool_call_id", *RENDERED)
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"  # TRL's columns
 TURNS_REMEDY = 'write it as [{"role": "user", "content": "1+2="}]'
@@ -26,12 +31,11 @@ TURNS_REMEDY = 'write it as [{"role": "user", "content": "1+2="}]'
 def as_messages(
     place: str, messages: Sequence[Any], *, may_answer: bool = False, is_completion: bool = False
 ) -> tuple[Message, ...]:
-    """A system prompt at most, then turns, the last one the user's or a tool's; the assistant's where it `may_answer`.
-
-    A completion begins with the assistant's and ends with it.
+    """Checks and normalises messages: an optional system prompt, then turns. The last turn is the user's or a tool's; with
+    `may_answer` also the assistant's. With `is_completion` the first and the last turn are the assistant's.
 
     Raises:
-        ConfigError: names the message.
+        ConfigError: a message is malformed or out of order; the text begins with `place` and names the message.
     """
     for number, message in enumerate(messages, start=1):
         if problem := _wrong_message(message, number):
@@ -49,7 +53,7 @@ def as_messages(
 
 
 def answered(place: str, messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """A conversation's prompt, and the rest from the first of the assistant's turns on."""
+    """Splits a conversation into (prompt, completion); the completion begins with the first assistant turn."""
     first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
     refuse_if(first == 0, f"{place} begins with the assistant's turn", remedy="begin it with the user's")
     return tuple(messages[:first]), tuple(messages[first:])
@@ -61,21 +65,21 @@ def text_of(message: Message) -> str:
 
 
 def unwritten(text: str) -> list[Any] | None:
-    """The messages that `text` is as JSON, or as Python writes a list; None where it is none."""
+    """Messages that are written in `text` as JSON or as a Python literal; None if it holds none."""
     if text.lstrip()[:1] == "[" and "role" in text:
         for parse in (json.loads, ast.literal_eval):
             try:
-                found = parse(text)
+                parsed = parse(text)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 continue
-            are_messages = isinstance(found, list) and all(isinstance(each, dict) and "role" in each for each in found)
-            return found if are_messages and found else None
+            are_messages = isinstance(parsed, list) and all(isinstance(each, dict) and "role" in each for each in parsed)
+            return parsed if are_messages and parsed else None
     return None
 
 
 def tools_of(column: str, value: Any) -> Any:
-    """What a template is given of one of TRL's columns, which may be written as JSON: a list of tools, or variables by name. None
-    where it is neither.
+    """The value of one of TRL's columns for the template, parsed if it is JSON text: a list of tools, or variables by name. None
+    if the column holds something else.
     """
     if isinstance(value, str):
         try:
@@ -95,7 +99,7 @@ def _is_tool(value: Any) -> bool:
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """Without empty fields, and with a call's arguments as an object, which templates write as JSON themselves."""
+    """The message without empty fields, and with arguments of calls as objects, since templates render them as JSON."""
     made = {name: value for name, value in message.items() if value is not None or name == "content"}
     if calls := made.get("tool_calls"):
         made["tool_calls"] = [_call(call) for call in calls]

@@ -22,24 +22,41 @@ import numpy.typing as npt
 
 from bridge.layout.splitmix import splitmix64
 from megasync.config.errors import ConfigError, nearest_name, some
-from megasync.data.conversations import ARGUMENTS, TOOLS, Message, Turn, answered, as_messages, text_of, tools_of, unwritten
+from megasync.data.conversations import (
+    ARGUMENTS,
+    TOOLS,
+    TURNS_REMEDY,
+    Message,
+    Turn,
+    answered,
+    as_messages,
+    text_of,
+    tools_of,
+    unwritten,
+)
 from megasync.data.tables import SHAPE_REMEDY, Note, Row, read_rows
 
-MOST_EXACT = 2**53  # the largest whole number up to which a float holds every one
+MAX_EXACT_INTEGER = 2**53  # a float represents every whole number up to this one
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """One row of a data file. `line` counts from 1: lines of a JSONL file, else rows of a split."""
 
-    prompt: str  # of a list of messages the last one
-    answer: str  # of a conversation the last one of the assistant's
+    prompt: str  # text; for a list of messages the content of the last one
+    answer: str  # text; for a conversation the last assistant turn
     line: int
-    messages: tuple[Message, ...] = field(default=(), hash=False)  # where the prompt is a list of them
+    messages: tuple[Message, ...] = field(default=(), hash=False)  # the prompt, if it is a list of messages
     extra: dict[str, Any] = field(default_factory=dict, hash=False)  # the other columns
-    completion: tuple[Message, ...] = field(default=(), hash=False)  # of a conversation, which begins with an assistant's turn
+    completion: tuple[Message, ...] = field(default=(), hash=False)  # a conversation from its first assistant turn on
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)  # for the chat template, in OpenAI's form
-    template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)  # of this row's chat template
+    template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)  # variables of this row for the chat template
+    in_shard: str = field(default="", compare=False)  # line or row and file, if the split has several files
+
+    @property
+    def place(self) -> str:
+        """Line or row of the example, for error messages."""
+        return self.in_shard or f"line {self.line}"
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -49,7 +66,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Which columns hold prompts and answers, and the names of the keys that say so."""
+    """The columns of prompts and answers. `section`: section of the config that names them, for error messages."""
 
     prompt: str
     answer: str
@@ -57,7 +74,7 @@ class Keys:
 
     @property
     def columns(self) -> list[str]:
-        """All that are looked at."""
+        """All columns that are read."""
         return [TOOLS, ARGUMENTS, *(key.partition(".")[0] for key in (self.prompt, self.answer)), self.prompt, self.answer]
 
 
@@ -72,30 +89,32 @@ def load_examples(
     is_supervised: bool = False,
     note: Note = lambda _: None,
 ) -> list[Example]:
-    """All examples in their order. A key a.b that is no column itself is field b of column a.
+    """All examples in the order of the files. A key a.b is field b of column a, unless there is a column a.b.
 
-    `answer_key` empty: answers are empty. `section` and `split_key`: which keys of the config an error tells to write.
-    `is_supervised`: a list of messages may end with the assistant's turn, and an answer may be such a list. `note` gets what is
-    read in another way than it is written.
+    `answer_key` empty: answers are empty. `section` and `split_key`: config keys that error messages name. `is_supervised`: a
+    list of messages may end with the assistant's turn, and an answer may be a list of messages. `note` gets a line about each
+    conversion of values.
 
     Raises:
         ConfigError: names file, line or row, key, reason and remedy.
     """
-    path, keys, told = Path(path), Keys(prompt_key, answer_key, section), dict[str, None]()
-    rows = list(read_rows(path, split, split_key, keys.columns, note=told.setdefault))
-    _decode_messages(rows, keys, told.setdefault, is_supervised=is_supervised)
+    path, keys, notes = Path(path), Keys(prompt_key, answer_key, section), dict[str, None]()
+    rows = list(read_rows(path, split, split_key, keys.columns, note=notes.setdefault))
+    has_shards = len({place.rpartition(":")[0] for place, _ in rows}) > 1
+    _decode_messages(rows, keys, notes.setdefault, is_supervised=is_supervised)
     examples = [
-        _example(place, row, number, keys, is_supervised=is_supervised) for number, (place, row) in enumerate(rows, start=1)
+        _example(place, row, number, keys, is_supervised=is_supervised, has_shards=has_shards)
+        for number, (place, row) in enumerate(rows, start=1)
     ]
     if not examples:
         raise ConfigError(f"{path}: holds no examples", remedy=SHAPE_REMEDY)
-    for text in [*told, *_notes(rows, keys)]:
+    for text in [*notes, *_notes(rows, keys)]:
         note(text)
     return examples
 
 
 def _decode_messages(rows: Sequence[tuple[str, Row]], keys: Keys, note: Note, *, is_supervised: bool) -> None:
-    """In place: columns whose every text is a list of messages, as JSON or as Python writes it."""
+    """Decodes, in place, columns whose texts are all lists of messages, as JSON or as Python literals."""
     for key in [keys.prompt, *([keys.answer] if is_supervised else [])]:
         texts = [row for _, row in rows if isinstance(row.get(key), str)]
         lists = [messages for row in texts if (messages := unwritten(row[key])) is not None]
@@ -108,21 +127,21 @@ def _decode_messages(rows: Sequence[tuple[str, Row]], keys: Keys, note: Note, *,
 
 
 def _notes(rows: Sequence[tuple[str, Row]], keys: Keys) -> list[str]:
-    """What of the rows is taken in another way than it is written."""
+    """Notes about answers that are floating-point numbers, and about unusable columns of tools."""
     answers = [_field(row, keys.answer) for _, row in rows] if keys.answer else []
     floats = [value for value in answers if isinstance(value, float) and str(value) != _number(value)]
     notes = []
     if floats:
         shown = some((f"{value} as {_number(value)}" for value in floats), 2)
         notes.append(f"{len(floats)} of {len(rows)} answers {keys.answer!r} are floating-point numbers, written out: {shown}")
-    if any(abs(value) > MOST_EXACT for value in floats):
-        notes.append(f"answers {keys.answer!r} above 2**53 may have lost digits where they became floating-point numbers")
+    if any(abs(value) > MAX_EXACT_INTEGER for value in floats):
+        notes.append(f"answers {keys.answer!r} above 2**53 are floating-point numbers and may have lost digits")
     unread = {name for _, row in rows for name in (TOOLS, ARGUMENTS) if row.get(name) and tools_of(name, row[name]) is None}
-    notes += [f"the column {name!r} is not what TRL's is, and is not rendered into prompts" for name in sorted(unread)]
+    notes += [f"the column {name!r} does not have TRL's format and is not rendered into prompts" for name in sorted(unread)]
     return notes
 
 
-def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bool) -> Example:
+def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bool, has_shards: bool) -> Example:
     prompt, where = _value(place, row, keys.prompt, f"{keys.section}.prompt_key"), f"{place}: {keys.prompt!r}"
     messages = as_messages(where, prompt, may_answer=is_supervised) if isinstance(prompt, list) else ()
     completion: tuple[Message, ...] = ()
@@ -135,16 +154,17 @@ def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bo
     text = messages[-1].get("content") or "" if messages else _text(place, keys.prompt, prompt)
     if not text.strip():
         raise ConfigError(f"{place}: the prompt {keys.prompt!r} is empty", remedy="take the line out")
-    line = place.rpartition(":")[2]
+    file, kind, line = place.rpartition(": row ") if ": row " in place else place.rpartition(":")
     return Example(
         text,
         text_of(completion[-1]) if completion else _text(place, keys.answer, answer),
-        int(line) if line.isdigit() else number,
+        int(line) if kind == ":" else number,
         messages,
         {name: value for name, value in row.items() if name not in (keys.prompt, keys.answer)},
         completion,
         tuple(tools_of(TOOLS, row.get(TOOLS)) or ()),
         dict(tools_of(ARGUMENTS, row.get(ARGUMENTS)) or {}),
+        f"{'line' if kind == ':' else 'row'} {line} of {Path(file).name}" if has_shards else "",
     )
 
 
@@ -158,7 +178,7 @@ def _value(place: str, row: Row, key: str, config_key: str) -> Any:
 
 
 def _field(row: Row, key: str) -> Any:
-    """As `_value`, None where there is none."""
+    """As `_value`; None if the key is missing."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -178,23 +198,24 @@ def _text(place: str, key: str, value: Any) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number and not isinstance(value, str):
         message = f"{place}: {key!r} is a {type(value).__name__}, a text or a number is expected"
-        raise ConfigError(message, remedy="write it as one text")
+        is_message = isinstance(value, Mapping) and "content" in value
+        raise ConfigError(message, remedy=TURNS_REMEDY if is_message else "write it as one text")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{place}: {key!r} is {value}, which is no number", remedy="take the line out")
     return _number(value) if isinstance(value, float) else str(value)
 
 
 def _number(value: float) -> str:
-    """As a model would write it: 72 for 72.0, which a column of whole numbers becomes where one is missing; no exponent."""
+    """The number without exponent and .0, as a model writes it: a missing value turns a column of whole numbers into floats."""
     return np.format_float_positional(value, trim="-")
 
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Which example is at which place of the whole run's order. Nothing to save: a step takes the next places.
+    """The order of examples over all epochs, as a function of the seed: there is no state to save.
 
-    Place p is in epoch p // num_examples; each epoch is a permutation of all examples, so every example comes once
-    an epoch, and a batch may run across the border of two. Without `shuffle` every epoch is in file order.
+    Place p is in epoch p // num_examples. Each epoch is a permutation of all examples, so that every example occurs once per
+    epoch; a batch may span two epochs. Without `shuffle` every epoch is in file order.
     """
 
     num_examples: int
@@ -202,7 +223,7 @@ class PromptOrder:
     shuffle: bool = True
 
     def index(self, ordinal: int) -> int:
-        """Which example the prompt of that number is, counted from 0 over all steps."""
+        """Index of the example at place `ordinal`, counted from 0 over all steps."""
         epoch, place = divmod(ordinal, self.num_examples)
         return int(epoch_order(self.num_examples, self.seed, epoch)[place]) if self.shuffle else place
 

@@ -1,6 +1,6 @@
-"""Texts of examples to token ids: prompts, and answers that go on from them. No torch in here.
+"""Encodes prompts, and answers that continue them, as token ids. No torch in here.
 
-Leaves out what the texts are (prompts.py, template.py), and ids to text (bridge/detokenizer.py).
+Leaves out making the texts (prompts.py, template.py), and decoding (bridge/detokenizer.py).
 
     encoder = Encoder(tokenizer, bos_is_written=False)
     ids = encoder.prompts(examples, ["12+30="])
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Encoder:
-    """`bos_is_written`: the texts have all special tokens, as a chat template writes them; else the tokenizer adds its own."""
+    """`bos_is_written`: the texts contain their special tokens, as a chat template writes them; else the tokenizer adds them."""
 
     def __init__(self, tokenizer: Any, *, bos_is_written: bool) -> None:
         self.tokenizer, self.backend, self._is_written = tokenizer, tokenizer.backend_tokenizer, bos_is_written
@@ -31,11 +31,13 @@ class Encoder:
 
     @cached_property
     def continuing(self) -> Any:
-        """The tokenizers.Tokenizer for a text that goes on from another one."""
+        """The tokenizers.Tokenizer for a text that continues another one."""
         return continuing(self.backend)
 
     def prompts(self, examples: Sequence[Example], texts: Sequence[str]) -> list[list[int]]:
-        """A beginning of the sequence that a text has and the tokenizer or the template adds, too, is there once, with a note."""
+        """Token ids of each text. If both the text and the tokenizer or template write the begin token, it is kept once, with a
+        note.
+        """
         encoded = self._encode(examples, texts, special=not self._is_written)
         size, twice = len(self._front), [*self._front, *self._front]
         for place, ids in enumerate(encoded):
@@ -47,11 +49,11 @@ class Encoder:
     def answers(
         self, examples: Sequence[Example], texts: Sequence[str], prompts: Sequence[Sequence[int]], answers: Sequence[str]
     ) -> list[list[int]]:
-        """The ids behind each prompt.
+        """Token ids of each answer, which follow its prompt's.
 
-        They are those of the text of prompt and answer where its ids begin with the prompt's; else, and behind an added token,
-        those of the answer as it goes on from a text. So are those of an answer with added tokens, where the tokenizer would put
-        a space behind each.
+        Prompt and answer are encoded together if the ids of both begin with the prompt's. The answer is encoded alone, by
+        `continuing`, if they do not, if the prompt ends with an added token, or if the answer contains added tokens and the
+        tokenizer would put a space behind each.
         """
         alone = self._encode(examples, answers, special=False, backend=self.continuing)
         wholes = self.prompts(examples, [text + answer for text, answer in zip(texts, answers, strict=True)])
@@ -66,25 +68,25 @@ class Encoder:
         return [whole[len(prompt) :] if follows(prompt, whole, ids) else ids for prompt, whole, ids in made]
 
     def adds_end(self, text: str, prompt: Sequence[int]) -> bool:
-        """The last id of the prompt is the tokenizer's, and not the text's."""
+        """Whether the tokenizer adds the last id of the prompt to those of the text."""
         return prompt[-1:] != self.backend.encode(text, add_special_tokens=False).ids[-1:]  # type: ignore[no-any-return]
 
     def _note_twice(self, example: Example) -> None:
         if not self.notes:
             front = self.backend.decode(self._front, skip_special_tokens=False)
             adds = f"{front!r} that the {'template' if self._is_written else 'tokenizer'} adds"
-            self.notes.append(f"the prompt of line {example.line} begins with the {adds}: prompts have it once")
+            self.notes.append(f"the prompt of {example.place} begins with the {adds}: prompts have it once")
 
     def _encode(
         self, examples: Sequence[Example], texts: Sequence[str], *, special: bool, backend: Any = None
     ) -> list[list[int]]:
-        """`texts`: one an example. ConfigError names the line of a text that the tokenizer cannot encode."""
+        """Token ids of one text per example. ConfigError names the line of a text that the tokenizer cannot encode."""
         try:
             made = (backend or self.backend).encode_batch_fast(list(texts), add_special_tokens=special)
             return [each.ids for each in made]
         except Exception as error:  # the tokenizers package raises plain ones, for a character without a token
             if len(examples) == 1:
-                message = f"line {examples[0].line}: the tokenizer cannot encode {texts[0]!r:.80}: {error}"
+                message = f"{examples[0].place}: the tokenizer cannot encode {texts[0]!r:.80}: {error}"
                 remedy = "take the line out, or give the tokenizer a token for what it does not know"
                 raise ConfigError(message, remedy=remedy) from error
             pairs = zip(examples, texts, strict=True)
@@ -92,7 +94,7 @@ class Encoder:
 
 
 def continuing(backend: Any) -> Any:
-    """A tokenizers.Tokenizer that puts no space before a text, as one goes on behind another.
+    """A tokenizers.Tokenizer that puts no space before a text, for a text that continues another one.
 
     Metaspace (Llama 2, Mistral), `Prepend` and byte-level BPE with a prefix space do so at the beginning of each text.
     """
@@ -105,7 +107,7 @@ def continuing(backend: Any) -> Any:
 
     state = {**json.loads(backend.to_str()), **without}
     for token in state["added_tokens"]:
-        if token["normalized"] and "normalizer" in parts:  # it is found where the text has what it was normalized to
+        if token["normalized"] and "normalizer" in parts:  # it matches normalized text
             token["content"] = backend.normalizer.normalize_str(token["content"])
     return Tokenizer.from_str(json.dumps(state))
 

@@ -1,8 +1,8 @@
-"""Which files hold a split of a data set: a file, a folder of shards, what datasets.save_to_disk wrote, a hub's cache.
+"""Finds the files of a split of a data set: one file, a folder of shards, a folder of datasets.save_to_disk, a hub's cache.
 
-Names are read by the conventions of the datasets library (data_files.py of datasets 5.2): words such as train and test name a
-split, in a file's name or its folder's; files that differ by a number are shards. Unlike it, files of other names are not put
-together. Leaves out their rows (tables.py). No torch in here.
+File names follow the conventions of the datasets library (data_files.py of datasets 5.2): words such as train and test in the
+name of a file or its folder name a split; files that differ by a number are shards. Unlike datasets, it does not merge files with
+other names into one split. Leaves out reading rows (tables.py). No torch in here.
 
     data_files(Path("gsm8k/main"), "train", "data.split")      # [.../train-00000-of-00001.parquet]
 """
@@ -23,34 +23,34 @@ OTHER_SUFFIXES = (
     ".json",
     ".csv",
     ".tsv",
-)  # looked at where a folder has none of the above: notes about data have such names, too
+)  # used if a folder has none of the above, since files about the data often have these suffixes
 NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 CACHED_RESULT = re.compile(r"(cache|tmp)[-_]?\w*\.arrow")  # of Dataset.map, beside the data
-TRAIN_KEY = "data.split"  # the others are of held-out data
+TRAIN_KEY = "data.split"  # other keys name splits of held-out data
 TRAINING = {"train", "training"}
 HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
-UNNAMED = {"", "part", "data", "shard", "chunk", "file"}  # what shards are called that name no split
+UNNAMED = {"", "part", "data", "shard", "chunk", "file"}  # names of shards without the name of a split
 CODEC = re.compile(r"\.(snappy|gz|gzip|zstd|zst|lz4|brotli)$")
 OF_TOTAL = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")  # train-00000-of-00002
 NUMBERED = re.compile(r"(?P<prefix>\D*?)[-_. ]?(?P<number>\d+)(?P<more>_\d+)?(?P<writer>[-.].+?)?(?:[-.]c(?P<file>\d+))?$")
-DEPTH = 4  # folders below one without data in which some is looked for, as a hub's cache has them
+MAX_DEPTH = 4  # levels of subfolders that are searched for data to suggest, as in a hub's cache
 
 
 class Shard(NamedTuple):
-    """What the name of a file says."""
+    """Split and shard numbers, parsed from the name of a file."""
 
     split: str
     numbers: tuple[int, ...] = ()
-    total: int = 0  # 0: the name does not say how many there are
+    total: int = 0  # number of shards; 0: not in the name
     writer: str = ""  # the part of a name that all files of one write share
     is_padded: bool = False
 
 
 def data_files(path: Path, split: str, split_key: str, note: Callable[[str], None] = lambda _: None) -> list[Path]:
-    """The files that hold a split, in order; of a file itself. `note` gets what names alone do not prove.
+    """The files of a split, in order; `path` itself if it is a file. `note` gets a line about files that are taken for shards.
 
     Raises:
-        ConfigError: there are none, several splits, or shards that are not all there.
+        ConfigError: there are no data files, several splits, or missing shards.
     """
     if path.is_file():
         message = f"{path}: is one file, and {split_key} = {split!r} is for folders"
@@ -69,7 +69,7 @@ def data_files(path: Path, split: str, split_key: str, note: Callable[[str], Non
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Of a Dataset that datasets.save_to_disk wrote."""
+    """Files of a Dataset that datasets.save_to_disk wrote."""
     entries = _json_of(folder / "state.json").get("_data_files") or []
     files = [folder / str(entry["filename"]) for entry in entries]
     missing = ", ".join(file.name for file in files if not file.is_file())
@@ -78,21 +78,21 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _loose_files(path: Path, split: str, split_key: str, note: Callable[[str], None]) -> list[Path]:
-    """Of a folder, of `data` in it, or of folders that are named as splits, as data sets are kept on the Hugging Face hub."""
+    """Files of a folder, of its subfolder `data`, or of subfolders named as splits, as on the Hugging Face hub."""
     for folder in (path, path / "data"):
         if by_split := _by_split(_files_in(folder)):
             return _whole(path, by_split[_choose(path, list(by_split), split, split_key)], note)
         if split_folders := [each for each in _folders_in(folder) if _words(each.name) & (TRAINING | HELD_OUT)]:
             named = {each.name: each for each in split_folders}
             return _loose_files(named[_choose(path, list(named), split, split_key)], "", split_key, note)
-    raise _without_data(path)
+    raise _no_data_error(path)
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Files of data, of the suffixes that go first; none where there is no such folder."""
+    """Data files of a folder, with SUFFIXES if there are any; empty if there is no such folder."""
     listed = [file for file in sorted(folder.iterdir()) if _is_data(file)] if folder.is_dir() else []
     for file in listed:
-        if not file.exists():  # a shard that is left out would not be missed
+        if not file.exists():  # without this check a missing shard might go unnoticed
             remedy = "download the data set again"
             raise ConfigError(f"{file}: is a link to {file.readlink()}, which is not there", remedy=remedy)
     return [file for file in listed if file.suffix in SUFFIXES] or listed
@@ -104,7 +104,7 @@ def _is_data(file: Path) -> bool:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Those with files of data."""
+    """Subfolders with data files."""
     return [each for each in sorted(folder.iterdir()) if each.is_dir() and _files_in(each)] if folder.is_dir() else []
 
 
@@ -113,15 +113,15 @@ def _words(name: str) -> set[str]:
 
 
 def _unlettered(name: str) -> str:
-    """Without a letter or number at its end, such as those of the `split` command."""
+    """The name without a letter or number at its end, such as the `split` command adds."""
     return re.sub(r"(?<=[-_.])(\d+|[a-z]{1,2})$", "", name)
 
 
 def _by_split(files: Iterable[Path]) -> dict[str, dict[Path, Shard]]:
-    """By the names of their splits, in order.
+    """Files with their shards by the name of the split, in order.
 
-    Numbers make shards where the rest of a name is a split's or nobody's and they begin with 0 or 1, or have leading zeros:
-    `train-0` and `0000`, but neither `aime-24` nor `2024`.
+    Numbered files are shards if the rest of the name is a split or in UNNAMED, and if the numbers begin with 0 or 1 or have
+    leading zeros: `train-0` and `0000`, but neither `aime-24` nor `2024`.
     """
     shards = {file: _shard(file) for file in files}
     begun = {shard.split for shard in shards.values() if shard.total or shard.is_padded or shard.numbers[:1] in ((0,), (1,))}
@@ -147,9 +147,10 @@ def _shard(file: Path) -> Shard:
 
 
 def _whole(path: Path, shards: dict[Path, Shard], note: Callable[[str], None]) -> list[Path]:
-    """The files, if they are of one kind and one write, and each shard is there once. Where names do not say how many there are,
-    they are numbered from 0 or 1 on; Spark, whose names tell the write, leaves numbers out. Those that do may end with a hash of
-    the shard, as the hub's of 2023 do.
+    """Checks that the files have one suffix, come from one write, and are a complete set of shards; returns them.
+
+    If the names do not give the number of shards, these must be numbered from 0 or 1 without gaps; except Spark's, whose names
+    identify the write and may skip numbers. Names that give the number may end with a hash of the shard, as on the hub in 2023.
     """
     first, files = next(iter(shards.values())), list(shards)
     kinds = sorted({file.suffix for file in files})
@@ -169,8 +170,8 @@ def _whole(path: Path, shards: dict[Path, Shard], note: Callable[[str], None]) -
     return files
 
 
-def _without_data(path: Path) -> ConfigError:
-    patterns = ["/".join(["*"] * depth) for depth in range(1, DEPTH + 1)]
+def _no_data_error(path: Path) -> ConfigError:
+    patterns = ["/".join(["*"] * depth) for depth in range(1, MAX_DEPTH + 1)]
     below = [folder for pattern in patterns for folder in sorted(path.glob(pattern)) if folder.is_dir() and _files_in(folder)]
     of_splits = [folder.parent if _words(folder.name) & (TRAINING | HELD_OUT) else folder for folder in below]
     inner = list(dict.fromkeys(str(folder.relative_to(path)) for folder in of_splits))
@@ -197,7 +198,7 @@ def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> st
 
 
 def _likeliest(splits: Sequence[str], split_key: str) -> str:
-    """The one to train on for data.split, for others a held-out one; empty where there are only wrong ones, or several others."""
+    """The split to suggest: a training split for data.split, a held-out one for other keys; empty if none is likely."""
     kinds = {name: "train" if _words(name) & TRAINING else "test" if _words(name) & HELD_OUT else "" for name in splits}
     wanted = ("train", "") if split_key == TRAIN_KEY else ("test", "")
     found = {kind: [name for name in splits if kinds[name] == kind] for kind in wanted}
@@ -205,7 +206,7 @@ def _likeliest(splits: Sequence[str], split_key: str) -> str:
 
 
 def _setting(path: Path, split_key: str, split: str) -> str:
-    """How the split is written: with a data.eval that is a path there is no key for it yet."""
+    """The override that sets the split. If data.eval is a path, it must become a set, since only sets have a split."""
     return f"data.eval='{{NAME: {{path: {path}, split: {split}}}}}'" if split_key == "data.eval" else f"{split_key}={split}"
 
 

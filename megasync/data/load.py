@@ -1,4 +1,4 @@
-"""A run's data: all examples that are short enough, with the tokenizer, and notes on the others. No torch in here.
+"""A run's data: all examples that are short enough, the tokenizer, and notes for the user. No torch in here.
 
     data = load_data(config)          # ConfigError where too few examples fit
     data.prompts.prompt_ids(data.train[0])
@@ -19,29 +19,29 @@ from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
 from megasync.data.data import Example, PromptOrder, load_examples
 from megasync.data.prompts import Prompts
 from megasync.data.tables import Note
-from megasync.hf.folder import model_shape
+from megasync.models.folder import model_shape
 
-BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that compare with the answer alone
+BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that only compare with the answer
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains on and is evaluated on: examples that fit, the tokenizer, and what there is to say of the others."""
+    """Examples that fit into the limits of length, the tokenizer, and notes about dropped examples and conversions."""
 
     prompts: Prompts
     train: list[Example]
-    held_out: list[Example]  # where data.eval is a path
+    held_out: list[Example]  # of data.eval, if it is a path
     notes: list[str]
-    eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # by name, where it is sets
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: examples that fit, and all that there are
+    eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # of data.eval by name, if it is sets
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: number of examples that fit, and of all
 
     def order(self, config: Config) -> PromptOrder:
-        """In which `train` is trained."""
+        """The order of `train` in training."""
         return PromptOrder(len(self.train), config.run.seed, config.data.shuffle)
 
 
 def load_data(config: Config, *, trains: bool = True) -> RunData:
-    """Read the data files, tokenise them, and drop or refuse what is too long (`data.too_long`); data.train where it `trains`.
+    """Reads the data files, tokenises them, and drops or refuses long examples (`data.too_long`). `trains`: read data.train.
 
     Raises:
         ConfigError: a file or the tokenizer cannot be used, or too few examples are short enough.
@@ -50,7 +50,7 @@ def load_data(config: Config, *, trains: bool = True) -> RunData:
     read = read_files(config, trains=trains, note=notes.append)
     for key, examples in read.items():
         _check_answers(config, key, examples)
-    fitting = {key: _that_fit(config, key, examples, prompts, notes) for key, examples in read.items()}
+    fitting = {key: _fitting(config, key, examples, prompts, notes) for key, examples in read.items()}
     counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
     if prompts.template and config.algorithm.name == "sft" and any(each.answer for each in fitting.get("data.train", ())):
@@ -59,9 +59,7 @@ def load_data(config: Config, *, trains: bool = True) -> RunData:
 
 
 def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: None) -> dict[str, list[Example]]:
-    """All examples of data.train, where it `trains`, data.eval and data.eval.NAME, those that are given.
-
-    `note` gets what of them is read in another way than it is written.
+    """All examples by key: data.train (if `trains`), data.eval or data.eval.NAME. `note` gets a line about each conversion.
 
     Raises:
         ConfigError: names the key, the file and the line.
@@ -73,49 +71,49 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
     for key, source in _sources(config).items():
         if key == "data.train" and not trains:
             continue
-        columns, told = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key), list[str]()
+        columns, notes = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key), list[str]()
         section = key if key.startswith("data.eval.") else "data"
         split_key = key if key == "data.eval" else f"{section}.split"
         try:
             where = {"split": source.split, "section": section, "split_key": split_key}
-            found = load_examples(source.path, *columns, **where, is_supervised=is_supervised, note=told.append)
-            examples[key] = found[: source.limit]
+            loaded = load_examples(source.path, *columns, **where, is_supervised=is_supervised, note=notes.append)
+            examples[key] = loaded[: source.limit]
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         check_turns(f"{key}: {source.path}", examples[key], data)
         if config.rollout.episode:
             _check_histories(f"{key}: {source.path}", examples[key])
-        for text in [*told, *unrendered(examples[key], data)]:
+        for text in [*notes, *unrendered(examples[key], data)]:
             note(f"{key}: {text}")
     return examples
 
 
 def unrendered(examples: Sequence[Example], data: DataConfig) -> Iterator[str]:
-    """What a reader of the data may expect in prompts, and is not there."""
+    """Notes about columns that a user may expect in prompts, but that are not rendered."""
     if not data.chat_template and any(example.tools or example.template_arguments for example in examples):
         yield f"the columns {TOOLS!r} and {ARGUMENTS!r} are for chat templates, and data.chat_template = false"
     if any(isinstance(each.extra.get("system"), str) and "system" not in [role for role, _ in each.turns] for each in examples):
-        yield "the column 'system' is not a part of prompts: write them as messages, the first with the role system"
+        yield "the column 'system' is not part of prompts: write prompts as messages, the first with the role system"
 
 
 def check_turns(place: str, examples: Iterable[Example], data: DataConfig) -> None:
-    """ConfigError where a prompt is a list of messages, and nothing makes a text of them."""
-    line = next((example.line for example in examples if example.messages and not data.chat_template), 0)
-    message = f"{place}: line {line} holds a list of messages, and data.chat_template = false"
-    refuse_if(line, message, remedy="write data.chat_template=true, or make one text of it")
+    """ConfigError if a prompt is a list of messages and there is no chat template to render it."""
+    line = next((example.place for example in examples if example.messages and not data.chat_template), "")
+    message = f"{place}: {line} holds a list of messages, and data.chat_template = false"
+    refuse_if(line, message, remedy="write data.chat_template=true, or write the prompt as one text")
 
 
 def _check_histories(place: str, examples: Iterable[Example]) -> None:
-    """ConfigError where a prompt has what an episode would not see of it: its task has role and content of each message."""
+    """ConfigError if a message has fields that an episode would not see: its task has only role and content of each message."""
     for example in examples:
         lost = [name for message in example.messages for name in RENDERED if message.get(name)]
-        message = f"{place}: line {example.line} has a message with {some(lost, 1)}, and episodes get role and content alone"
-        remedy = "let the episode make such messages of a column of its own, which it gets as task.extra"
+        message = f"{place}: {example.place} has a message with {some(lost, 1)}, and episodes get role and content alone"
+        remedy = "put them into a column of their own, which the episode gets in task.extra"
         refuse_if(lost, message, remedy=remedy)
 
 
 def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
-    """ConfigError where all answers are empty, and what trains or scores has nothing else to go by."""
+    """ConfigError if all answers are empty and training or the reward needs them."""
     reward = config.rollout.reward
     scored = {reward} if isinstance(reward, str) else {name for name, weight in reward.items() if weight}
     is_sft, by_answers = config.algorithm.name == "sft", scored <= BY_ANSWERS and not config.rollout.episode
@@ -127,7 +125,7 @@ def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
 
 
 def _sources(config: Config) -> dict[str, EvalSet]:
-    """By full key; of an empty data.eval none."""
+    """Training and evaluation sets by full key; none for an empty data.eval."""
     data = config.data
     sources = {"data.train": EvalSet(path=data.train, split=data.split)}
     if isinstance(data.eval, str):
@@ -135,7 +133,7 @@ def _sources(config: Config) -> dict[str, EvalSet]:
     return sources | {f"data.eval.{name}": each for name, each in data.eval.items()}
 
 
-def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
+def _fitting(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
     own_limit = _sources(config)[key].max_new_tokens
     is_sft, drops = config.algorithm.name == "sft", config.data.too_long == "drop"
     response = 0 if is_sft else own_limit or config.rollout.max_new_tokens
@@ -154,17 +152,17 @@ def _that_fit(config: Config, key: str, examples: list[Example], prompts: Prompt
     if drops and len(fitting) >= least:
         notes.append(f"{what} and dropped: {of} together have more than {name} = {limit} tokens")
         return fitting
-    length, line = max(zip(lengths, (example.line for example in examples), strict=True))
-    ways = [] if is_sft else [f"lower {response_key}"]  # of a model and its tokenizer the limit is what it is
-    ways += [f"raise {name}"] if not name.startswith("the ") else []
-    remedy = ", or ".join(["take out or shorten what is longer", *ways]) if drops else "write data.too_long=drop"
+    length, example = max(zip(lengths, examples, strict=True), key=lambda pair: pair[0])
+    ways = [] if is_sft else [f"lower {response_key}"]
+    ways += [f"raise {name}"] if not name.startswith("the ") else []  # limits of model and tokenizer are fixed
+    remedy = ", or ".join(["remove or shorten longer examples", *ways]) if drops else "write data.too_long=drop"
     left = f"{len(fitting)}, {least} are needed" if drops else ""
-    longest = f"line {line}, {length} tokens of {of}"
+    longest = f"{example.place}, {length} tokens of {of}"
     raise ConfigError(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy)
 
 
 def _shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
-    """What bounds a sequence most, and to how many tokens."""
+    """(name, tokens) of the lowest limit of a sequence's length."""
     limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch} if is_trained_on else {}
     if positions := model_shape(config.model.path).max_position_embeddings:
         limits["the model's max_position_embeddings"] = positions

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the tokenizer of the model's folder. No torch in here.
+"""Encodes prompts and answers, and decodes responses, with the tokenizer of the model's folder. No torch in here.
 
 Leaves out the data files (load.py).
 
@@ -27,15 +27,15 @@ from megasync.data.encoding import Encoder
 from megasync.data.supervised import Form, Piece, branches
 from megasync.data.template import ChatTemplate, check_template
 from megasync.data.tokenizer import load_tokenizer, stop_token_ids
-from megasync.hf.folder import model_shape
+from megasync.models.folder import model_shape
 
-CHUNK = 4096  # texts that the tokenizer's threads share
+CHUNK = 4096  # texts per call of the tokenizer, which encodes them in several threads
 
 
 class Prompts:
     """Encodes prompts (with data.chat_template as turns) and answers, decodes responses, knows where a response ends.
 
-    `has_turns`: what is played makes prompts by the chat template, whatever data.chat_template says.
+    `has_turns`: episodes render their prompts with the chat template, even if data.chat_template is false.
     """
 
     def __init__(self, model_path: str, data: DataConfig, *, has_turns: bool = False) -> None:
@@ -59,7 +59,7 @@ class Prompts:
         self._has_branches = False
 
     def _end_with_turns(self, template: ChatTemplate) -> None:
-        """Responses end where the template ends an assistant's turn."""
+        """Adds the token with which the template ends an assistant's turn to the stop tokens."""
         turn, eos = template.turn, self.tokenizer.eos_token_id
         end = self.tokenizer.convert_tokens_to_ids(turn.end) if turn.end else None
         if end is not None and end < self.vocab_size and end not in self.stop_token_ids:
@@ -71,7 +71,7 @@ class Prompts:
 
     @property
     def notes(self) -> list[str]:
-        """What of the tokenizer and its template a user should know; the more, the more prompts were encoded."""
+        """Notes about the tokenizer and its template; encoding prompts may add some."""
         return [*self._notes, *self.encoder.notes]
 
     @cached_property
@@ -83,15 +83,15 @@ class Prompts:
         return self.texts([token_ids])[0]
 
     def texts(self, responses: Sequence[npt.NDArray[np.int32]]) -> list[str]:
-        """`text` of each, while Python's other threads run."""
+        """`text` of each response; releases the GIL."""
         return self.detokenizer.texts([without_end(token_ids.tolist(), self.stop_token_ids) for token_ids in responses])
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token within a text; of a character's tokens the last one has it."""
+        """The text of each token; if several tokens make one character, the last one has it and the others are empty."""
         return self.detokenizer.pieces(token_ids)
 
     def prompt_text(self, example: Example) -> str:
-        """What the model gets, its special tokens included."""
+        """The prompt as text, with its special tokens."""
         return self.detokenizer.whole(self.prompt_ids(example))
 
     def supervised(self, example: Example) -> Sample:
@@ -100,25 +100,25 @@ class Prompts:
         return Sample(np.array(prompt, np.int32), np.array(self._answers([example], texts, [prompt])[0], np.int32))
 
     def _samples(self, example: Example) -> list[Sample]:
-        """What is trained of an example: `supervised`; or a conversation, whose sampled tokens are the assistant's.
+        """The training samples of an example: `supervised`, or a conversation with the assistant's tokens as sampled ones.
 
-        There are several where the template writes earlier turns in another way later on (supervised.py).
+        A conversation makes several samples if the template renders earlier turns differently in later prompts (supervised.py).
         """
         if not example.completion:
             return [self.supervised(example)]
-        made = branches(partial(self._render, example), self.turns(example), example.completion, self._form, example.line)
+        made = branches(partial(self._render, example), self.turns(example), example.completion, self._form, example.place)
         if len(made) > 1 and not self._has_branches:
-            self._has_branches, lines = True, f"line {example.line} is the first of those that become several sequences"
-            self._notes.append(f"the chat template writes earlier turns in another way later on: {lines}")
+            self._has_branches, lines = True, f"{example.place} is the first of those that become several sequences"
+            self._notes.append(f"the chat template renders earlier turns differently in later prompts: {lines}")
         return [self._branch(example, pieces) for pieces in made]
 
     def supervised_batch(self, examples: Sequence[Example]) -> list[Sample]:
-        """The samples of all examples; those of one share their `group`, its place, and are one member of it."""
+        """The samples of all examples; samples of one example have its index as `group`, and `member` 0."""
         made = [self.samples(example) for example in examples]
         return [replace(each, group=group, member=0) for group, own in enumerate(made) for each in own]
 
     def _branch(self, example: Example, pieces: Sequence[Piece]) -> Sample:
-        """Each piece's ids are those that it has behind the ones before it, so that the trained ones are as they are sampled."""
+        """A sample of pieces, each encoded as the continuation of the pieces before it, as in sampling."""
         text, ids = pieces[0].text, list(self._prompts([example], [pieces[0].text])[0])
         size, is_trained = len(ids), list[bool]()
         for piece in pieces[1:]:
@@ -147,9 +147,9 @@ class Prompts:
                 yield len(prompt) + len(answer)
 
     def _check_ids(self, example: Example, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        refuse_if(not prompt, f"line {example.line}: the tokenizer makes no token of the prompt", remedy="take the line out")
+        refuse_if(not prompt, f"{example.place}: the tokenizer makes no token of the prompt", remedy="take the line out")
         if (highest := max((*prompt, *answer))) >= self.vocab_size:
-            message = f"line {example.line}: holds the token {highest}, {self.detokenizer.text([highest])!r}, and the model has "
+            message = f"{example.place}: holds the token {highest}, {self.detokenizer.text([highest])!r}, and the model has "
             message += f"embeddings for 0 to {self.vocab_size - 1}"
             raise ConfigError(message, remedy="take tokenizer and model of one folder, or take the line out")
 
@@ -157,7 +157,7 @@ class Prompts:
         return tuple(self._prompts([example], self._texts([example]))[0])
 
     def _texts(self, examples: Sequence[Example]) -> list[str]:
-        """Of prompts."""
+        """The text of each prompt."""
         return self._templated(examples) if self.data.chat_template else [example.prompt for example in examples]
 
     def _templated(self, examples: Sequence[Example]) -> list[str]:
@@ -172,7 +172,7 @@ class Prompts:
         return encoded
 
     def _check_end(self, example: Example, text: str, ids: Sequence[int]) -> None:
-        """ConfigError for an end that the tokenizer or the template adds."""
+        """ConfigError if the tokenizer or the template adds an end token to the prompt."""
         if self.data.chat_template:
             what = "the model's chat template"
             remedy = "give the tokenizer a template that begins an answer where add_generation_prompt is true"
@@ -181,7 +181,7 @@ class Prompts:
             remedy = "take it out of post_processor in tokenizer.json, and add_eos_token out of tokenizer_config.json"
         else:
             return
-        message = f"line {example.line}: {what} ends the prompt with {self.detokenizer.text(ids[-1:])!r}"
+        message = f"{example.place}: {what} ends the prompt with {self.detokenizer.text(ids[-1:])!r}"
         raise ConfigError(f"{message}, after which there is nothing more to say", remedy=remedy)
 
     @cached_property
@@ -192,30 +192,30 @@ class Prompts:
     def _render(self, example: Example, turns: Sequence[Message], *, generate: bool) -> str:
         """ConfigError names the line of messages that the template refuses or would render incompletely."""
         assert self.template is not None
-        self.template.check_row(example.line, turns, example.tools, example.template_arguments)
+        self.template.check_row(example.place, turns, example.tools, example.template_arguments)
         try:
             return self.template.render(turns, generate=generate, tools=example.tools, arguments=example.template_arguments)
         except Exception as error:  # a template runs code, with errors of any kind
-            message = f"line {example.line}: the model's chat template refuses the prompt: {error}"
+            message = f"{example.place}: the model's chat template refuses the prompt: {error}"
             roles = ", ".join(turn["role"] for turn in turns)
             remedy = "give it turns that the template takes; data.system_prompt adds a system turn"
             raise ConfigError(message, roles=roles, remedy=remedy) from error
 
     def turns(self, example: Example) -> list[Message]:
-        """The prompt's messages, with data.system_prompt where they bring none."""
+        """The prompt's messages, with data.system_prompt if they have no system turn."""
         messages = [*(example.messages or ({"role": "user", "content": example.prompt},))]
         has_own = not self.data.system_prompt or messages[0]["role"] == "system"
         return messages if has_own else [{"role": "system", "content": self.data.system_prompt}, *messages]
 
     def _answers(self, examples: Sequence[Example], texts: Sequence[str], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The ids of what is trained behind each prompt, its end included."""
+        """The token ids to train on behind each prompt, the end token included."""
         answers = [self._answer_text(example, text) for example, text in zip(examples, texts, strict=True)]
         end, is_closed = self.stop_token_ids[0], bool(self.data.chat_template and self.template and self.template.turn.end)
         found = self.encoder.answers(examples, texts, prompts, answers)
         return [ids if is_closed or ids[-1:] == [end] else [*ids, end] for ids in found]
 
     def _answer_text(self, example: Example, prompt: str) -> str:
-        """With what the template writes before it, and behind it up to the end of the turn."""
+        """The answer with the template's text before it, and behind it up to the end of the turn."""
         if not self.data.chat_template or self.template is None:
             return example.answer
         turn = self.template.turn
@@ -226,5 +226,5 @@ class Prompts:
 
 
 def _vocab_size(folder: Path) -> int:
-    """How many tokens the model has embeddings for; of a tokenizer without a model nothing is known."""
+    """Number of tokens that the model has embeddings for; sys.maxsize for a tokenizer without a model."""
     return model_shape(folder).vocab_size if (folder / "config.json").is_file() else sys.maxsize

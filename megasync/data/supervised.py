@@ -1,13 +1,13 @@
 """A conversation as pieces of text. The assistant's turns are trained, each behind the prompt that a rollout would get.
 
-For each of these turns the template renders the messages before it as a prompt; what it writes behind that for it, up to the
-token that ends it, is trained. The next turn goes on in the same sequence where its prompt begins with the text so far. Where it
-does not, because the template drops earlier thinking or writes the last turn in its own way, a branch begins, as in episodes: the
-earlier turns are a part of its prompt. So each turn is trained once.
+For each assistant turn the template renders the messages before it as a prompt; the text that it adds for the turn, up to the
+end token, is trained. The next turn continues the same sequence if its prompt begins with the text so far. If not, because the
+template drops earlier thinking or renders the last turn differently, a new sequence (branch) begins, as in episodes, with the
+earlier turns in its prompt. So each turn is trained once.
 
 Leaves out tokens (prompts.py). No torch in here.
 
-    branches(render, messages, completion, Form(template.turn, ("<|im_end|>",)), line=3)
+    branches(render, messages, completion, Form(template.turn, ("<|im_end|>",)), place="line 3")
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megasync.data.template import TurnForm
 
 
 class Render(Protocol):
-    """Messages by the chat template; `generate`: with the beginning of the assistant's next turn."""
+    """Renders messages with the chat template; `generate`: with the beginning of the assistant's next turn."""
 
     def __call__(self, turns: Sequence[Message], *, generate: bool) -> str: ...
 
 
 class Form(NamedTuple):
-    """How the template writes a turn, and the texts of all tokens that end one."""
+    """The template's form of a turn, and the texts of all tokens that end one."""
 
     turn: TurnForm
     ends: tuple[str, ...]
 
 
 class Piece(NamedTuple):
-    """A text, and whether it is trained; `needs_end`: the template ends no turn, and the end of the sequence is to follow."""
+    """A text, and whether it is trained; `needs_end`: the template writes no end token, so that the caller must add one."""
 
     text: str
     is_trained: bool
@@ -42,12 +42,12 @@ class Piece(NamedTuple):
 
 
 def branches(
-    render: Render, messages: Sequence[Message], completion: Sequence[Message], form: Form, line: int
+    render: Render, messages: Sequence[Message], completion: Sequence[Message], form: Form, place: str
 ) -> list[list[Piece]]:
-    """One list of pieces a sequence, its prompt the first. `messages`: those before the completion; their turns are trained.
+    """One list of pieces per training sequence; the first piece is the prompt. `messages`: the messages before the completion.
 
     Raises:
-        ConfigError: the template does not write a turn behind the prompt that the model would answer.
+        ConfigError: the text of a turn does not begin with the prompt that the template renders for it.
     """
     found, so_far, history = list[list[Piece]](), "", list(messages)
     for message in completion:
@@ -58,29 +58,31 @@ def branches(
                 end = next((each for each in form.ends if rest.startswith(each)), "")
                 found[-1][-1] = Piece(found[-1][-1].text + end, is_trained=True, needs_end=not end)
                 rest = rest[len(end) :] if end else ""
-            said, is_closed = _answer(render, history, message, prompt, form, line)
+            answer, is_closed = _answer(render, history, message, prompt, form, place)
             if rest:
                 found[-1].append(Piece(rest, is_trained=False))
             else:
                 found.append([Piece(prompt, is_trained=False)])
-            found[-1].append(Piece(said, is_trained=True, needs_end=not is_closed))
-            so_far = prompt + said
+            found[-1].append(Piece(answer, is_trained=True, needs_end=not is_closed))
+            so_far = prompt + answer
         history.append(message)
     return found
 
 
-def _answer(render: Render, history: Sequence[Message], message: Message, prompt: str, form: Form, line: int) -> tuple[str, bool]:
-    """What the model would sample, and whether the template ends it with a token."""
+def _answer(
+    render: Render, history: Sequence[Message], message: Message, prompt: str, form: Form, place: str
+) -> tuple[str, bool]:
+    """The text that the model would sample, and whether it ends with an end token."""
     turn, whole = form.turn, render([*history, message], generate=False)
     if whole.startswith(prompt):
-        said = whole[len(prompt) :]
+        text = whole[len(prompt) :]
         for end in form.ends:
-            before, found, behind = said.rpartition(end)
+            before, found, behind = text.rpartition(end)
             if found and not behind.strip():
                 return before + found, True
-        return said.removesuffix(turn.close), False
+        return text.removesuffix(turn.close), False
     more = next((name for name in RENDERED if message.get(name)), "")
-    remedy = "take the line out, or give the tokenizer a template that begins an answer as it writes one"
-    text = f"line {line}: the model's chat template begins an answer with other text than it writes for an assistant's turn with "
-    refuse_if(more, text + repr(more), begins=repr(prompt[-60:]), writes=repr(whole[-60:]), remedy=remedy)
+    remedy = "remove the line, or use a template whose generation prompt begins an assistant's turn as the template renders it"
+    problem = f"{place}: the model's chat template begins an answer with other text than it writes for an assistant's turn with "
+    refuse_if(more, problem + repr(more), begins=repr(prompt[-60:]), writes=repr(whole[-60:]), remedy=remedy)
     return f"{turn.lead}{message['content']}{turn.trained_close}", bool(turn.end)

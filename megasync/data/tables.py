@@ -1,8 +1,8 @@
 """Rows of data files: JSONL, JSON, CSV, Parquet and Arrow.
 
-pyarrow alone reads tables, in part mapped into memory: importing datasets takes longer than reading most files. JSON and CSV are
-read by Python: pyarrow and datasets make numbers and dates of texts that look like them. Leaves out which files (files.py), how
-columns are decoded (columns.py) and what a row must hold (data.py). No torch in here.
+pyarrow reads tables, memory-mapped, since importing datasets takes longer than reading most files. Python reads JSON and CSV,
+since pyarrow and datasets convert texts that look like numbers and dates. Leaves out finding files (files.py), decoding columns
+(columns.py) and checks of rows (data.py). No torch in here.
 
     for place, row in read_rows(Path("gsm8k/main"), "train", "data.split"):
         row["question"]
@@ -34,8 +34,8 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_POINTER = b"version https://git-lfs"
 PARQUET_MAGIC, FILE_MAGIC = b"PAR1", b"ARROW1"
 PACKED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
-MOST_NESTED = 100  # what goes on to a reward or an episode is pickled, which Python does to some hundred
-MOST_OF_FIELD = 2**30  # bytes of a CSV file's
+MAX_NESTING = 100  # rows are pickled for rewards and episodes, and pickle fails at some hundred levels
+MAX_FIELD_BYTES = 2**30  # of a CSV file
 
 
 def read_rows(
@@ -43,8 +43,8 @@ def read_rows(
 ) -> Iterator[tuple[str, Row]]:
     """(place, row) of every row in order; `place` names file and line or row, both from 1. Blank lines are passed over.
 
-    Columns that hold bytes, such as images, are read where `columns` names them only. `split` is what `split_key` says. `note`
-    gets what is read in another way than it is written.
+    Columns of bytes, such as images, are read only if `columns` names them. `split` is the value of the config key `split_key`.
+    `note` gets a line about each conversion.
 
     Raises:
         ConfigError: names file, line or row, reason and remedy.
@@ -76,7 +76,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _listed_rows(name: str, raw: bytes) -> Iterator[tuple[str, Row]]:
-    """Of a file that is one list of all rows."""
+    """Rows of a file that is one list of objects."""
     for number, fields in enumerate(_loaded(name, raw, f"the file is one list of objects, or {SHAPE_REMEDY}"), start=1):
         yield f"{name}: row {number}", _checked(f"{name}: row {number}", fields, json.dumps(fields).encode())
 
@@ -109,26 +109,26 @@ DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 def _checked(place: str, fields: Any, raw: bytes) -> Row:
     if not isinstance(fields, dict):
         raise ConfigError(f"{place}: a {type(fields).__name__}, not an object", remedy=SHAPE_REMEDY)
-    if raw.count(b"[") + raw.count(b"{") > MOST_NESTED and _is_nested(fields, MOST_NESTED):
-        message = f"{place}: more than {MOST_NESTED} lists and objects lie in each other"
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and _is_nested(fields, MAX_NESTING):
+        message = f"{place}: lists and objects are nested more than {MAX_NESTING} levels deep"
         raise ConfigError(message, line=_cut(raw), remedy="write them as one text, or take the line out")
     if b"\\ud" in raw.lower() and SURROGATE.search(json.dumps(fields, ensure_ascii=False)):
-        message = f"{place}: \\ud800 to \\udfff stand for a character in pairs only, and here is a half"
+        message = f"{place}: has a lone surrogate (\\ud800 to \\udfff), which is not a character"
         raise ConfigError(message, line=_cut(raw), remedy="write the whole pair, or take the line out")
     return fields
 
 
-def _is_nested(value: Any, most: int) -> bool:
-    """Whether more than so many lists and objects lie in each other."""
+def _is_nested(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested more than `levels` deep."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return inner is not None and (most == 0 or any(_is_nested(each, most - 1) for each in inner))
+    return inner is not None and (levels == 0 or any(_is_nested(each, levels - 1) for each in inner))
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """All values are texts: what a number is written like is a part of an answer."""
+    """All values are texts, since the way a number is written is part of an answer."""
     with path.open("rb") as begin:
         _refuse_others(path, begin.read(len(LFS_POINTER)))
-    csv.field_size_limit(MOST_OF_FIELD)
+    csv.field_size_limit(MAX_FIELD_BYTES)
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
@@ -138,7 +138,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 twice, f"{path}: has several columns of the name {', '.join(map(repr, twice))}", remedy="rename one of them"
             )
             for number, values in enumerate((each for each in rows if each), start=1):
-                place, remedy = f"{path}: row {number}", "put what holds the delimiter or a line's end between quotes"
+                place, remedy = f"{path}: row {number}", "quote values that contain the delimiter or a line feed"
                 message = f"{place}: has {len(values)} values for {len(names)} columns"
                 refuse_if(len(values) != len(names), message, columns=", ".join(names[:12]), remedy=remedy)
                 yield place, dict(zip(names, values, strict=True))
@@ -197,15 +197,16 @@ def _rows(path: Path, batch: pa.RecordBatch) -> list[Row]:
             try:
                 column.to_pylist(maps_as_pydicts="strict")
             except (ValueError, OverflowError, KeyError) as error:
-                message = f"{path}: the column {name!r} holds what Python has no value for: {error}"
-                raise ConfigError(message, remedy="write it as a column of texts, or take it out") from error
+                message = f"{path}: the column {name!r} holds a value that Python cannot represent: {error}"
+                raise ConfigError(message, remedy="write it as a column of texts, or remove it") from error
         raise
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     if find_spec("pyarrow") is None:
-        raise ConfigError(f"{path}: needs pyarrow, which is not there", remedy="install what locks/ pins, or take a JSONL file")
+        remedy = "install the packages that locks/ pins, or use a JSONL file"
+        raise ConfigError(f"{path}: needs pyarrow, which is not installed", remedy=remedy)
     with path.open("rb") as file:
         _refuse_others(path, file.read(len(LFS_POINTER)))
     import pyarrow as pa
@@ -219,14 +220,14 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _refuse_others(path: Path, begin: bytes) -> None:
-    """ConfigError for a file that begins as no data does, or as other data does than its name says."""
+    """ConfigError if the first bytes are those of a Git LFS pointer, a compressed file, or a format other than the suffix's."""
     remedy = "run `git lfs pull` in the data set's repository"
     refuse_if(begin.startswith(LFS_POINTER), f"{path}: a Git LFS pointer, not the data", remedy=remedy)
     for magic, program in PACKED.items():
-        remedy = f"unpack it with {program}, and name what comes out of it"
+        remedy = f"unpack it with {program}, and name the unpacked file"
         refuse_if(begin.startswith(magic), f"{path}: is compressed", remedy=remedy)
     is_other = begin.startswith(PARQUET_MAGIC) and path.suffix != ".parquet"
-    refuse_if(is_other, f"{path}: is a Parquet file by another name", remedy=f"rename it to {path.stem}.parquet")
+    refuse_if(is_other, f"{path}: is a Parquet file with another suffix", remedy=f"rename it to {path.stem}.parquet")
 
 
 def _cut(raw: bytes) -> str:

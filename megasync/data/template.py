@@ -1,7 +1,7 @@
-"""A model's chat template: conversations as text, and how it writes the end of an assistant's turn. No torch in here.
+"""A model's chat template: renders conversations as text, and finds out how it ends an assistant's turn. No torch in here.
 
-Some templates take a message's content as a list of parts alone: it is given to them so. Leaves out what a model has answered
-already in a conversation (episodes/template.py).
+Some templates accept a message's content only as a list of parts, and get it as one. Leaves out rendering conversations with
+sampled answers (episodes/template.py).
 
     template = ChatTemplate(tokenizer, {"enable_thinking": False})
     template.render([{"role": "user", "content": "1+2="}], generate=True)
@@ -19,7 +19,7 @@ from typing import Any
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
 
-OF_TEMPLATES = ("namespace", "range", "dict", "raise_exception", "strftime_now", "lipsum", "cycler", "joiner")  # functions
+TEMPLATE_FUNCTIONS = ("namespace", "range", "dict", "raise_exception", "strftime_now", "lipsum", "cycler", "joiner")
 TEMPLATE_REMEDY = "download the tokenizer again, or write data.chat_template=false"
 PROBE = "probe0c4f"
 PROMPT_END = 40  # characters that a note shows
@@ -27,10 +27,10 @@ ASKED = {"role": "user", "content": "?"}
 
 
 def check_template(tokenizer: Any, arguments: Mapping[str, Any]) -> list[str]:
-    """The variables that the template reads, `tools` among them where it does.
+    """The variables that the template reads, sorted; with `tools` if it reads them.
 
     Raises:
-        ConfigError: the template is broken, or does not read one of the arguments: it would pass over it.
+        ConfigError: the template is broken, or would ignore one of the arguments.
     """
     from jinja2 import meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -38,25 +38,26 @@ def check_template(tokenizer: Any, arguments: Mapping[str, Any]) -> list[str]:
     try:
         template = tokenizer.get_chat_template()
         variables = meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
-    except Exception as error:  # of a template that is no text, of several without a default, of its grammar
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"data.chat_template = true: the model's template is broken: {told}", remedy=TEMPLATE_REMEDY) from error
-    usable = sorted(variables - {"messages", "add_generation_prompt", *tokenizer.special_tokens_map, *OF_TEMPLATES})
+    except Exception as error:  # a template that is not a text, several without a default, or a syntax error
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = f"data.chat_template = true: the model's template is broken: {problem}"
+        raise ConfigError(message, remedy=TEMPLATE_REMEDY) from error
+    usable = sorted(variables - {"messages", "add_generation_prompt", *tokenizer.special_tokens_map, *TEMPLATE_FUNCTIONS})
     for name in arguments:
         if name not in usable:
             near, key = nearest_name(name, usable), f"data.chat_template_arguments.{name}"
             problem = f"{key} = {arguments[name]!r}: the model's chat template reads no such variable"
-            remedy = f"write data.chat_template_arguments.{near}" if near else f"take {key} out"
+            remedy = f"write data.chat_template_arguments.{near}" if near else f"remove {key}"
             raise ConfigError(problem, choices=", ".join(usable) or "none", nearest=near, remedy=remedy)
     return usable
 
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """What a template writes around an assistant's content at the end of a conversation.
+    """The text that a template writes around an assistant's content at the end of a conversation.
 
-    `lead`: between the generation prompt and the content. `close`: behind it. `end`: the token of `close` that ends the turn;
-    empty where it writes none. `is_begun`: the turn begins as the generation prompt does.
+    `lead`: text between the generation prompt and the content. `close`: text behind the content. `end`: the token of `close` that
+    ends the turn; empty if there is none. `is_begun`: the turn begins with the generation prompt.
     """
 
     lead: str = ""
@@ -66,12 +67,12 @@ class TurnForm:
 
     @property
     def trained_close(self) -> str:
-        """Up to the end of the turn: what a template writes behind it belongs to the next turn."""
+        """`close` up to the end token; text behind that belongs to the next turn."""
         return self.close[: self.close.index(self.end) + len(self.end)] if self.end else ""
 
 
 class ChatTemplate:
-    """`arguments`: the template's own variables."""
+    """Renders messages. `arguments`: values of the template's variables (data.chat_template_arguments)."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
@@ -88,23 +89,23 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """`arguments`: of these messages, before the run's own. Raises what the template's code does, which is anything."""
+        """The messages as text. `arguments` take precedence over the run's. Exceptions of the template's code propagate."""
         given = [self._given(message) for message in messages]
         options = {"tokenize": False, "add_generation_prompt": generate, **self._arguments, **(arguments or {})}
         text: str = self._tokenizer.apply_chat_template(given, tools=list(tools) or None, **options)
         return text
 
-    def check_row(self, line: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], own: Mapping[str, Any]) -> None:
-        """ConfigError for what of a row of the data the template would leave out without a word."""
-        remedy = "take a model whose template does, or take it out of the data"
-        message = f"line {line}: holds {TOOLS}, and the model's chat template reads none"
+    def check_row(self, place: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], own: Mapping[str, Any]) -> None:
+        """ConfigError if the template would silently ignore tools, variables or fields of messages of a row of the data."""
+        remedy = "use a model whose template reads it, or remove it from the data"
+        message = f"{place}: holds {TOOLS}, and the model's chat template reads none"
         refuse_if(tools and "tools" not in self._variables, message, remedy=remedy)
         for name in own:
             near, choices = nearest_name(name, self._variables), ", ".join(self._variables) or "none"
-            message = f"line {line}: {ARGUMENTS} has {name!r}, and the model's chat template reads no such variable"
+            message = f"{place}: {ARGUMENTS} has {name!r}, and the model's chat template reads no such variable"
             refuse_if(name not in self._variables or name == "tools", message, choices=choices, nearest=near, remedy=remedy)
         for name in {name for each in messages for name in each if name in RENDERED and each[name]}:
-            message = f"line {line}: a message has {name!r}, which the model's chat template does not write"
+            message = f"{place}: a message has {name!r}, which the model's chat template does not write"
             refuse_if(not re.search(rf"\b{name}\b", self._text), message, remedy=remedy)
 
     @cached_property
@@ -117,7 +118,7 @@ class ChatTemplate:
 
     @cached_property
     def turn(self) -> TurnForm:
-        """As the template writes a probe; all empty where it refuses that."""
+        """The form of a probe's turn; all fields empty if the template refuses the probe."""
         try:
             prompt = self.render([ASKED], generate=True)
             before, found, close = self.render([ASKED, {"role": "assistant", "content": PROBE}], generate=False).partition(PROBE)
@@ -129,27 +130,27 @@ class ChatTemplate:
         return TurnForm(before.removeprefix(prompt) if is_begun else "", close, self._end(close), is_begun)
 
     def notes(self) -> list[str]:
-        """Of what a user may not expect of the template."""
+        """Notes about properties of the template that a user may not expect."""
         turn, close, notes = self.turn, self.turn.close.strip(), list[str]()
         if close and not turn.end:
-            told = f"the chat template ends an answer with {close!r}, which is no token of its own"
-            notes.append(f"{told}: a response stops at the end of the sequence; rollout.stop=[{close!r}] would stop it there")
+            problem = f"the chat template ends an answer with {close!r}, which is not a single token"
+            notes.append(f"{problem}: a response only stops at the end token; rollout.stop=[{close!r}] would stop it there")
         if turn.lead.strip():
-            notes.append(f"the chat template writes {turn.lead!r} before an answer, behind what a response begins with")
+            notes.append(f"the chat template writes {turn.lead!r} between the generation prompt and an answer")
         if self._in_parts:
-            notes.append("the chat template takes a content as a list of parts, and gets each text as one")
+            notes.append("the chat template takes contents only as lists of parts, and gets each text as such a list")
         return notes
 
     def supervised_notes(self) -> list[str]:
-        """Of what supervised training on answers alone may not mean to train."""
+        """Notes about text that supervised training on answers may train unintentionally."""
         if self.turn.is_begun:
             return []
         begun = self.render([ASKED], generate=True)[-PROMPT_END:]
-        message = f"the chat template ends prompts with {begun!r}, as no turn of its begins: answers are trained right behind it"
-        return [f"{message}; give the data messages with reasoning_content, or write what closes it into the answers"]
+        message = f"the chat template ends prompts with {begun!r}, but renders turns without it: answers are trained behind it"
+        return [f"{message}; write messages with reasoning_content into the data, or close it in the answers"]
 
     def _end(self, close: str) -> str:
-        """The first token of what closes a turn that is more than characters of a text: an added one, or all of it."""
+        """The token in `close` that ends a turn: the first added token, or all of `close` if it is a single token."""
         backend = self._tokenizer.backend_tokenizer
         added: set[str] = {token.content for token in backend.get_added_tokens_decoder().values() if token.content.strip()}
         found = [(close.find(content), -len(content), content) for content in added if content in close]

@@ -1,6 +1,6 @@
-"""The tokenizer of a model's folder, where responses end, and what of it cannot be used. No torch in here.
+"""Loads the tokenizer of a model's folder, and finds the tokens that end a response. No torch in here.
 
-Leaves out texts to ids (encoding.py), and ids to text (bridge/detokenizer.py).
+Leaves out encoding (encoding.py) and decoding (bridge/detokenizer.py).
 
     tokenizer, notes = load_tokenizer(Path("Qwen3-0.6B"))
     stop_token_ids(Path("Qwen3-0.6B"), tokenizer.eos_token_id, vocab_size=151936)
@@ -13,15 +13,14 @@ from typing import Any
 
 from bridge import detokenizer
 from megasync.config.errors import ConfigError, refuse_if
-from megasync.hf.folder import DOWNLOAD_REMEDY, read_json_object
+from megasync.models.folder import DOWNLOAD_REMEDY, read_json_object
 
 GENERATION = "generation_config.json"
 
 
 def load_tokenizer(folder: Path) -> tuple[Any, list[str]]:
-    """From tokenizer.json alone: AutoTokenizer imports torch, and makes up an empty tokenizer where there is none.
-
-    Its saved truncation, padding and clean-up are off; notes say so.
+    """(tokenizer, notes), from tokenizer.json only: AutoTokenizer imports torch, and creates an empty tokenizer if the file is
+    missing. Saved truncation, padding and clean-up are switched off, with a note for each.
 
     Raises:
         ConfigError: a file is missing or broken.
@@ -42,7 +41,7 @@ def load_tokenizer(folder: Path) -> tuple[Any, list[str]]:
 
 
 def generation_ends(folder: Path) -> list[int]:
-    """The eos_token_id of generation_config.json, one or several; ConfigError where it is something else."""
+    """The eos_token_id of generation_config.json as a list; empty if there is none. ConfigError for values that are not ids."""
     path = folder / GENERATION
     eos = read_json_object(path).get("eos_token_id") if path.is_file() else None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -52,10 +51,11 @@ def generation_ends(folder: Path) -> list[int]:
 
 
 def stop_token_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> tuple[tuple[int, ...], list[str]]:
-    """The tokenizer's end of sequence first, then those of generation_config.json that the model has; and a note of others.
+    """(ids, notes): the tokenizer's end-of-sequence token first, then those of generation_config.json. Ids without an embedding
+    are left out, with a note.
 
     Raises:
-        ConfigError: there is none, or the model has no embedding for the first, with which supervised answers end.
+        ConfigError: there is no end token, or the model has no embedding for the first one, which ends supervised answers.
     """
     found = [] if tokenizer_eos is None else [(tokenizer_eos, f"model.path = {folder}: the tokenizer's eos_token")]
     found += [(one, f"{folder / GENERATION}: eos_token_id") for one in generation_ends(folder)]
@@ -63,7 +63,7 @@ def stop_token_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> 
         message = f"model.path = {folder}: names no end-of-sequence token, in its tokenizer or generation_config.json"
         raise ConfigError(message, remedy="give tokenizer_config.json an eos_token")
     unknown = [(one, where) for one, where in found if not 0 <= one < vocab_size]
-    told = [f"{where} is the token {one}, and the model has embeddings for 0 to {vocab_size - 1}" for one, where in unknown]
-    refuse_if(found[0] in unknown, told[0] if told else "", remedy="take tokenizer and model of one folder")
+    problems = [f"{where} is the token {one}, and the model has embeddings for 0 to {vocab_size - 1}" for one, where in unknown]
+    refuse_if(found[0] in unknown, problems[0] if problems else "", remedy="take tokenizer and model of one folder")
     known = dict.fromkeys(one for one, where in found if (one, where) not in unknown)
-    return tuple(known), [f"{each}: it can end no response, and is left out" for each in told]
+    return tuple(known), [f"{each}: it cannot end a response and is left out" for each in problems]

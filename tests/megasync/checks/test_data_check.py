@@ -48,7 +48,7 @@ def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path,
 def test_a_run_without_a_prompt_that_fits_ends_before_it_starts(runnable: Path, flags: list[str]) -> None:
     done = command("-m", "megasync.train", str(runnable), "rollout.max_new_tokens=4", "rollout.max_model_len=7", *flags)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "data.train: 2 of 2 examples are too long\n  longest: line 2, 8 tokens" in done.stderr
+    assert "data.train: 2 of 2 examples are too long\n  longest: line 1, 8 tokens" in done.stderr
 
 
 def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ def test_no_name_is_guessed(runnable: Path, name: str) -> None:
 
 
 def write_adapter(folder: Path, *, shared: bool, rank: int = 4, dtype: Any = np.float16, **fields: Any) -> Path:
-    """Of PEFT's form, on two layers; `shared`: q and v have one A."""
+    """Of PEFT's form, on all layers; `shared`: q and v have one A."""
     folder.mkdir()
     tensors: dict[str, np.ndarray[Any, Any]] = {}
-    for layer in range(2):
+    for layer in range(4):
         for number, (name, (rows, columns)) in enumerate(LINEARS.items()):
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
             tensors[f"{prefix}A.weight"] = np.full((rank, columns), 1 if shared else number, dtype)
@@ -108,7 +108,7 @@ def test_the_rank_that_an_adapter_needs_is_known_before_the_start(
         ({"r": 4.5}, "r is 4.5, a whole number"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan, a number above 0"),
         ({"lora_alpha": -8}, "lora_alpha is -8, a number above 0"),
-        ({"r": 8, "lora_alpha": 16}, "has A [4, 128] and B [128, 4], and by r = 8"),
+        ({"r": 8, "lora_alpha": 16}, "is [4, 128], of rank 4"),
     ],
 )
 def test_another_kind_of_adapter_is_refused_by_its_field(

@@ -62,6 +62,18 @@ def test_answers_below_the_best_come_with_the_least_first(runnable: Path) -> Non
     assert not train.is_wrong  # its scale is its own
 
 
+def test_an_answer_of_several_files_is_named_with_its_file(runnable: Path) -> None:
+    folder = runnable.parent / "shards"
+    folder.mkdir()
+    for number in range(2):
+        lines = [{"question": f"{number}+{line}=", "answer": f"x{number}{line}"} for line in range(2)]
+        write(folder / f"train-0000{number}-of-00002.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    reward = "rollout.reward=own_answers_rewards:boxed"
+    train = scores(runnable, f"data.train={folder}", "data.split=train", reward)[0]
+    places = [f"line {line} of train-0000{number}-of-00002.jsonl" for number in range(2) for line in (1, 2)]
+    assert [given.place for given in train.inputs] == places and f"data {places[0]}: 0 for" in train.lines()[1]
+
+
 def test_weights_and_rewards_that_ignore_the_text(runnable: Path) -> None:
     weighted = "rollout.reward={exact_match: 0.5, own_answers_rewards:boxed: 2, token_count: 1}"
     exact, boxed = scores(runnable, weighted)[:2]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from engine.config import EngineConfig, OptimizerConfig
-from megasync.bench.config import SHAPE_NAMES, BenchRoot
+from bench.config import SHAPE_NAMES, BenchRoot
 from megasync.config.json_schema import json_schema
 from megasync.config.keys import kind_of
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config, RolloutConfig, RunConfig
-from megasync.hf.model_shape import SHAPES
+from megasync.models.model_shape import SHAPES
 from tests.support.config_files import KEYS, RANGES, ROOT, write
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -111,9 +111,9 @@ def test_editors_get_the_schema_of_what_loads(name: str, root: type[Config]) -> 
     assert path.read_text(encoding="utf-8") == json_schema(root), remedy
     check = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
     for config in CONFIGS:
-        said = f"# yaml-language-server: $schema=../docs/{name}.schema.json\n"
+        header = f"# yaml-language-server: $schema=../docs/{name}.schema.json\n"
         if config.stem.startswith("bench") == (name == "bench"):
-            assert config.read_text(encoding="utf-8").startswith(said)
+            assert config.read_text(encoding="utf-8").startswith(header)
             check.validate(OmegaConf.to_container(OmegaConf.load(config)))
     for wrong in ({"run": {"stepps": 1}}, {"run": {"steps": 0}}, {"engine": {"wrap": "fsdp2"}}, {"sync": {"bucket_bytes": 1.5}}):
         assert not check.is_valid(wrong)
@@ -156,14 +156,14 @@ def test_replicas_are_started_with_what_the_config_says() -> None:
     from bridge.config import ReplicaConfig
     from megasync.run.replica_start import replica_config
 
-    said = RolloutConfig(
+    chosen = RolloutConfig(
         tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True,
         engine_arguments={"max_num_batched_tokens": 64}, on_update="restart", start_timeout_seconds=7, answer_timeout_seconds=8,
     )  # fmt: skip
-    started = replica_config(Config(rollout=said, run=RunConfig(seed=3)))
+    started = replica_config(Config(rollout=chosen, run=RunConfig(seed=3)))
     names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)}
-    assert {name: getattr(started, name) for name in names} == {name: getattr(said, name) for name in names}
-    assert all(getattr(said, name) != getattr(RolloutConfig(), name) for name in names)
+    assert {name: getattr(started, name) for name in names} == {name: getattr(chosen, name) for name in names}
+    assert all(getattr(chosen, name) != getattr(RolloutConfig(), name) for name in names)
     assert started.seed == 3 and not started.detokenizes
     assert replica_config(Config(rollout=RolloutConfig(stop=("x",)))).detokenizes
 

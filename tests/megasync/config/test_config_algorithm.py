@@ -40,7 +40,7 @@ def runnable(tmp_path: Path) -> Path:
         (["algorithm.log_router_gap=true"], "write algorithm.router_replay=rollout"),
         (["algorithm.importance_floor=0.1"], "algorithm.importance_correction = tis masks nothing"),
         (["algorithm.importance_correction=mask", "algorithm.importance_cap=0.9"], "allowed: at least 1"),
-        (["algorithm.overlong_buffer=5"], "algorithm.truncated = keep has no use for it"),
+        (["algorithm.overlong_buffer=5"], "algorithm.truncated = keep does not use it"),
         (["algorithm.truncated=mask", "algorithm.overlong_buffer=5"], "write algorithm.truncated=penalise"),
         (["algorithm.truncated=penalise", "algorithm.overlong_buffer=0"], "write for example algorithm.overlong_buffer=204"),
         (["algorithm.truncated=penalise", "algorithm.overlong_buffer=1024"], "below rollout.max_new_tokens = 1024"),
@@ -65,8 +65,8 @@ def test_values_of_objectives_are_bounded(runnable: Path) -> None:
 
 
 def test_objectives_of_the_field_can_run(runnable: Path) -> None:
-    """The rows of the table in docs/algorithms.md."""
-    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    """The rows of the table in docs/how_a_step_works.md."""
+    page = (ROOT / "docs/how_a_step_works.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S[^|]*?) \| `(\{.*?\})` \|", page, flags=re.MULTILINE)
     assert {name for name, _ in rows} >= {"GRPO", "DAPO", "Dr. GRPO", "GSPO", "RLOO", "TIS", "IcePop"}
     for name, keys in rows:

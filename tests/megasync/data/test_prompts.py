@@ -236,7 +236,7 @@ def test_what_the_template_refuses_is_named_by_its_line(runnable: Path, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.system_prompt=7"], "data.system_prompt = 7: data.chat_template = false has no use for it"),
+        (["data.system_prompt=7"], "data.system_prompt = 7: data.chat_template = false does not use it"),
         (["data.chat_template_arguments.a=1"], "data.chat_template_arguments = {'a': 1}: data.chat_template = false"),
         (
             [*TEMPLATED, "data.chat_template_arguments.enable_thinkin=false"],

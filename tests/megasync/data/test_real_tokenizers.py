@@ -57,13 +57,13 @@ def test_texts_come_back_and_answers_go_on_from_prompts(version: str, prepends: 
     prompts = Prompts(str(tmp_path), DataConfig())
     for answer in TEXTS:
         sample = prompts.supervised(Example("12+30=", answer, 1))
-        asked, said = sample.prompt_ids.tolist(), sample.response_ids.tolist()
-        assert prompts.text(sample.response_ids) == "".join(prompts.token_texts(said[:-1])) == answer
-        assert prompts.detokenizer.whole([*asked, *said]) == f"<s> 12+30={answer}</s>"
+        prompt_ids, response_ids = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+        assert prompts.text(sample.response_ids) == "".join(prompts.token_texts(response_ids[:-1])) == answer
+        assert prompts.detokenizer.whole([*prompt_ids, *response_ids]) == f"<s> 12+30={answer}</s>"
         whole = tokenizer.encode(f"12+30={answer}").ids
-        assert whole[: len(asked)] != asked or whole == [*asked, *said[:-1]]
+        assert whole[: len(prompt_ids)] != prompt_ids or whole == [*prompt_ids, *response_ids[:-1]]
         stream = prompts.detokenizer.stream()
-        assert "".join(stream.step(each) for each in said[:-1]) == answer
+        assert "".join(stream.step(each) for each in response_ids[:-1]) == answer
     responses = [np.arange(begin, begin + 50, dtype=np.int32) for begin in range(300, 1000, 50)]
     for ids, text in zip(responses, prompts.texts(responses), strict=True):
         assert text == "".join(prompts.token_texts(ids.tolist()))

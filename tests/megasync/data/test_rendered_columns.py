@@ -107,7 +107,7 @@ def test_what_the_template_would_leave_out_is_refused(
 
 def test_an_episode_loses_no_part_of_a_history(runnable: Path, tmp_path: Path) -> None:
     history = [*USER, {"role": "assistant", "content": "1", "tool_calls": [CALL]}, *USER]
-    episode = "rollout.episode=megasync.examples.calculator:episode"
+    episode = "rollout.episode=examples.calculator:episode"
     message = cannot_run(runnable, "data.chat_template=true", episode, write_rows(tmp_path / "a.jsonl", {"question": history}))
     assert "line 1 has a message with tool_calls, and episodes get role and content alone" in message
 
@@ -116,9 +116,9 @@ def test_an_episode_loses_no_part_of_a_history(runnable: Path, tmp_path: Path) -
     ("row", "overrides", "note"),
     [
         ({"tools": [TOOL]}, ["data.chat_template=false"], "the columns 'tools' and 'chat_template_kwargs' are for chat"),
-        ({"tools": "calculator"}, [], "the column 'tools' is not what TRL's is, and is not rendered"),
-        ({"chat_template_kwargs": [1]}, [], "the column 'chat_template_kwargs' is not what TRL's is"),
-        ({"system": "Be brief."}, [], "the column 'system' is not a part of prompts"),
+        ({"tools": "calculator"}, [], "the column 'tools' does not have TRL's format"),
+        ({"chat_template_kwargs": [1]}, [], "the column 'chat_template_kwargs' does not have TRL's format"),
+        ({"system": "Be brief."}, [], "the column 'system' is not"),
         ({"system": "Be brief.", "question": [{"role": "system", "content": "1"}, *USER]}, [], ""),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_compressed_file_is_told_how_to_unpack(tmp_path: Path, pack: Callable[
 
 def test_a_file_by_another_name_is_told_what_it_is(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS).rename(tmp_path / "a.jsonl")
-    assert "a.jsonl: is a Parquet file by another name" in refused(path) and "rename it to a.parquet" in refused(path)
+    assert "a.jsonl: is a Parquet file" in refused(path) and "rename it to a.parquet" in refused(path)
     path.write_bytes(b"\x1b[2J\x00{")
     assert all(line.isprintable() for line in refused(path).splitlines())
 
@@ -168,7 +168,7 @@ def test_a_value_that_python_does_not_have_is_told_with_its_column(tmp_path: Pat
     for column in (far, twice):
         table = pa.table({"question": ["1+1="], "answer": ["2"], "more": column})
         parquet.write_table(table, tmp_path / "train.parquet")
-        assert "the column 'more' holds what Python has no value for" in refused(tmp_path / "train.parquet")
+        assert "the column 'more' holds a value that Python" in refused(tmp_path / "train.parquet")
 
 
 def test_shards_are_all_there_and_there_once(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_shards_are_all_there_and_there_once(tmp_path: Path) -> None:
 def test_a_machine_without_pyarrow_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setattr("megasync.data.tables.find_spec", lambda _: None)
-    assert "needs pyarrow, which is not there" in refused(path)
+    assert "needs pyarrow" in refused(path)
     assert load(write_jsonl(tmp_path / "a.jsonl", ROWS)) == EXAMPLES
 
 

@@ -2,7 +2,8 @@
 
 folder.py       which models there are, and what is wrong with a folder
 model_shape.py  the sizes of a model, and those of well-known ones
-features.py     what a config.json says that training or vLLM would get wrong
+declared.py     fields of transformers' config classes, by their source
+features.py     fields of config.json that the engine or vLLM would compute wrongly
 tensors.py      the tensors that a config.json asks for, against those of a folder
 merge.py        an adapter merged into its base model
 """

@@ -1,7 +1,7 @@
 """An adapter merged into its base model: a Hugging Face folder with W + scale B A, in float32 and rounded once, file by file.
 
 As a run's own merges are (bridge/export/merge.py), so that the folder is what its replicas served. Leaves out checkpoints
-(megasync/export.py). torch is imported when it is done.
+(megasync/tools/export/command.py). torch is imported when it is done.
 
     merge_adapter(Path("checkpoints/step_00000010/adapter"), Path("models/base"), "bfloat16", Path("models/merged"))
 """

@@ -15,7 +15,7 @@ from typing import Any
 from bridge.layout.manifest import TensorSpec, read_folder_manifest
 from engine.config import BIASED_ROUTERS, GEMMA
 from megasync.config.errors import ConfigError, some
-from megasync.hf.model_shape import ModelShape
+from megasync.models.model_shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that are no other numbers than they seem
@@ -45,9 +45,7 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
         raise ConfigError(message, tensors=some(wrong, 3), choices=", ".join(DTYPES), remedy=remedy)
 
 
-def check_held(
-    place: Path | str, held: Shapes, shape: ModelShape, fields: Mapping[str, Any], remedy: str = OTHER_CONFIG
-) -> None:
+def check_held(place: Path | str, held: Shapes, shape: ModelShape, fields: Mapping[str, Any], remedy: str = OTHER_CONFIG) -> None:
     """The same of tensors by their names and shapes, which come from `place`."""
     expected = expected_tensors(shape, fields)
     is_tied = _is_tied(shape, fields)
@@ -101,7 +99,7 @@ def _held(folder: Path) -> dict[str, TensorSpec]:
 def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     """Name and shape of each, the output layer's too where it is the embeddings'. Pure.
 
-    `fields`: of config.json; of those that say which tensors there are.
+    `fields`: of config.json.
     """
     hidden, layers = shape.hidden_size, range(shape.num_hidden_layers)
     found: Shapes = {EMBEDDINGS: (shape.vocab_size, hidden), "model.norm.weight": (hidden,)}

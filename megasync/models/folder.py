@@ -1,4 +1,4 @@
-"""Is a Hugging Face folder a whole model that the engine can train? Reads config.json and safetensors headers only.
+"""Whether a Hugging Face folder is a complete model that the engine can train, by config.json and safetensors headers.
 
 Leaves out the weights themselves and the tokenizer. No torch in here.
 
@@ -13,43 +13,42 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES
+from bridge.layout.manifest import ITEM_BYTES
+from engine.config import BIASED_ROUTERS, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name, some
-from megasync.hf.features import (
-    QUERY_RANK,
-    REFUSED_FAMILIES,
-    REMEDIES,
-    ROUTER_DEFAULTS,
-    check_types,
-    refused_gemma,
-    refused_latent,
-    refused_rope,
-    refused_router,
-    refused_windows,
-)
-from megasync.hf.model_shape import ModelShape
-from megasync.hf.tensors import DOWNLOAD, INDEX, check_tensors, read_index
+from megasync.models.declared import declared_fields
+from megasync.models.features import unsupported
+from megasync.models.model_shape import ModelShape
+from megasync.models.tensors import DOWNLOAD, INDEX, check_tensors, read_index
 
 DOWNLOAD_REMEDY = DOWNLOAD
 LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
-UNSUPPORTED_REMEDY = "take a model without it"
-
 OPTIONAL_SIZES = (
     *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
 )
-DEFAULT_SIZES = {  # where config.json says nothing: transformers 5.19, their config classes; of others it follows from the heads
-    GEMMA: {"num_key_value_heads": 4, "head_dim": 256},
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen2_moe": {"num_key_value_heads": 16},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
+DEFAULT_SIZES = (
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "q_lora_rank",
+)  # transformers'
+OTHER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # of fields that a family's config class does not declare
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "use_sliding_window"), ((bool,), "bool")),
+    **dict.fromkeys(("norm_topk_prob", "output_router_logits", "rope_interleave"), ((bool,), "bool")),
+    "rope_theta": ((int, float, type(None)), "a number"),
+    "rope_scaling": ((dict, type(None)), "an object"),
+    "rope_type": ((str, type(None)), "a text"),
+    "type": ((str, type(None)), "a text"),
 }
-WHOLE_HEADS = ("llama", GEMMA)  # of which transformers 5.19 wants them in hidden_size, also beside a head_dim
+MIN_VALUES = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
+REFUSED_FAMILIES = {  # mbridge knows them, and the engine would compute them wrongly
+    **dict.fromkeys(("gemma3", "glm4v", "glm4v_moe", "internvl_chat", "qwen2_5_vl"), "vision layers"),
+    "mimo": "multi-token prediction (num_nextn_predict_layers)",
+}
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-SIZES_OF_EXPERTS = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
+EXPERT_SIZES = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
 def check_model_folder(folder: str | Path) -> ModelShape:
@@ -69,9 +68,14 @@ def check_model_config(folder: Path) -> ModelShape:
         remedy = download if is_hub_name else "write model.path=FOLDER, a Hugging Face folder on this machine"
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     check_links(folder)
-    shape, fields = model_shape(folder), _read_model_config(folder / "config.json")
-    check_types(folder / "config.json", fields)
-    _refuse_unsupported(folder / "config.json", shape, fields)
+    path = folder / "config.json"
+    shape, fields = model_shape(folder), _read_model_config(path)
+    _check_types(path, fields)
+    if found := unsupported(shape, fields):
+        raise ConfigError(f"{path}: {found.field} = {found.value!r}: {found.why}", remedy=found.remedy)
+    if (quantised := folder / "hf_quant_config.json").is_file():
+        remedy = "convert the weights to bfloat16 and remove this file"
+        raise ConfigError(f"{quantised}: vLLM takes the weights for quantised by it", remedy=remedy)
     return shape
 
 
@@ -116,31 +120,16 @@ def read_json_object(path: Path, remedy: str = DOWNLOAD_REMEDY) -> dict[str, Any
 
 def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     family = fields.get("model_type")
-    if feature := REFUSED_FAMILIES.get(str(family)):
-        message = f"{path}: model_type = {family!r}: the engine has no {feature}"
-        raise ConfigError(message, choices=", ".join(FAMILIES), remedy="set model.path to a model of one of these")
     if family not in FAMILIES:
+        feature = REFUSED_FAMILIES.get(str(family))
         raise ConfigError(
-            f"{path}: model_type = {family!r}: the engine does not know this architecture",
+            f"{path}: model_type = {family!r}: the engine has no {feature or 'such architecture'}",
             choices=", ".join(FAMILIES),
-            nearest=nearest_name(str(family), FAMILIES),
+            nearest="" if feature else nearest_name(str(family), FAMILIES),
             remedy="set model.path to a model of one of these",
         )
-    defaults = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
-    if family == "mixtral":
-        defaults["moe_intermediate_size"] = "intermediate_size"
-    if family in BIASED_ROUTERS:
-        defaults["num_experts"] = "n_routed_experts"
-    known = {**DEFAULT_SIZES.get(family, {}), **ROUTER_DEFAULTS.get(family, {})}
-    fields = {name: fields.get(other) for name, other in defaults.items()} | known | fields
-    fields["first_k_dense_replace"] = fields["first_k_dense_replace"] or None if family in BIASED_ROUTERS else None
-    fields["q_lora_rank"] = fields.get("q_lora_rank", QUERY_RANK) if family in LATENT_FAMILIES else None
-    unused = {"model_type", *(name for name in OPTIONAL_SIZES if fields.get(name) is None)}
-    unused |= set() if family in MOE_FAMILIES else set(SIZES_OF_EXPERTS)
-    unused |= set() if family in LATENT_FAMILIES else set(LATENT_SIZES)
     sizes: dict[str, int] = {}
-    for name in [name for name in ModelShape.__dataclass_fields__ if name not in unused]:
-        size = fields.get(name)
+    for name, size in _given_sizes(family, fields).items():
         if type(size) is not int or size < 1:
             raise ConfigError(f"{path}: {name} = {size!r}: a whole number of at least 1 is expected", remedy=DOWNLOAD_REMEDY)
         sizes[name] = size
@@ -150,62 +139,42 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     return ModelShape(model_type=family, **sizes)
 
 
-def _refuse_unsupported(path: Path, shape: ModelShape, fields: dict[str, Any]) -> None:
-    """What the engine's layers would compute wrongly is refused."""
-    family = shape.model_type
-    named = fields.get("architectures")
-    generates = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
-    refused = {
-        f"architectures = {named!r}, of which vLLM knows none that generates,": "architectures" in fields and not generates,
-        **_refused_heads(shape),
-        **refused_rope(family, fields),
-        **refused_router(family, fields),
-        **refused_windows(family, fields),
-        **refused_gemma(family, fields),
-        **refused_latent(family, fields),
-        f"attention_bias = true on {family}": bool(fields.get("attention_bias")) and family not in ("qwen2", "glm4_moe"),
-        f"mlp_bias = true on {family}": bool(fields.get("mlp_bias")),
-        f"head_dim = {fields.get('head_dim')} on {family}, where vLLM takes hidden_size / num_attention_heads,": _has_other_heads(
-            family, fields
-        ),
-        f"hidden_act = {fields.get('hidden_act')!r} (silu is)": fields.get("hidden_act", "silu") != "silu",
-        **{f"a quantised checkpoint ({name})": bool(fields.get(name)) for name in ("quantization_config", "compression_config")},
-        "a quantised checkpoint (hf_quant_config.json), which vLLM heeds,": (path.parent / "hf_quant_config.json").is_file(),
-    }
-    if family in MOE_FAMILIES:
-        step, shared = fields.get("decoder_sparse_step", 1), fields.get("shared_expert_intermediate_size")
-        refused |= {
-            "a router that chooses one expert (num_experts_per_tok = 1)": fields.get("num_experts_per_tok") == 1,
-            "layers without experts (mlp_only_layers)": bool(fields.get("mlp_only_layers")),
-            f"layers without experts (decoder_sparse_step = {step!r}, 1 is)": step != 1,
-            f"a shared expert on {family} (shared_expert_intermediate_size)": bool(shared) and family != "qwen2_moe",
-            f"{family} without a shared expert (shared_expert_intermediate_size)": not shared and family == "qwen2_moe",
-            "attention without biases (qkv_bias = false)": family == "qwen2_moe" and not fields.get("qkv_bias", True),
-            "a load-balancing loss (output_router_logits = true)": bool(fields.get("output_router_logits")),
-            "noise on the router's inputs (router_jitter_noise)": bool(fields.get("router_jitter_noise")),
-        }
-    for feature, present in refused.items():
-        if present:
-            remedy = next((text for begin, text in REMEDIES.items() if feature.startswith(begin)), UNSUPPORTED_REMEDY)
-            raise ConfigError(f"{path}: {feature} is not supported", remedy=remedy)
+def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ModelShape that this family has, by ModelShape's names; transformers' defaults where config.json has none."""
+    declared, is_latent = declared_fields(family), family in LATENT_FAMILIES
+    others = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
+    others |= {"moe_intermediate_size": "intermediate_size"} if family == "mixtral" else {}
+    others |= {"num_experts": "n_routed_experts"} if family in BIASED_ROUTERS else {}
+    defaults = {name: declared[name].default for name in DEFAULT_SIZES if name in declared}
+    defaults |= {"num_key_value_heads": None} if is_latent else {}  # as many as there are heads
+    defaults |= {} if family in BIASED_ROUTERS else {"num_experts_per_tok": None}
+    given = {name: fields.get(other) for name, other in others.items()}
+    given |= {name: value for name, value in defaults.items() if value is not None} | fields
+    given["first_k_dense_replace"] = given.get("first_k_dense_replace") or None if family in BIASED_ROUTERS else None
+    unused = {"model_type", *(name for name in OPTIONAL_SIZES if given.get(name) is None)}
+    unused |= set() if family in MOE_FAMILIES else set(EXPERT_SIZES)
+    unused |= set() if is_latent else {"q_lora_rank", *LATENT_SIZES}
+    return {name: given.get(name) for name in ModelShape.__dataclass_fields__ if name not in unused}
 
 
-def _refused_heads(shape: ModelShape) -> dict[str, bool]:
-    """Whether it is there, by the feature: heads that do not divide what they are to divide."""
-    hidden, heads, groups = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads
-    size, has_plain = shape.head_dim or hidden // heads, not shape.kv_lora_rank
-    needs_whole = shape.model_type in WHOLE_HEADS or (has_plain and not shape.head_dim)
-    return {
-        f"num_attention_heads = {heads}, no multiple of num_key_value_heads = {groups},": has_plain and heads % groups > 0,
-        f"hidden_size = {hidden}, no multiple of num_attention_heads = {heads},": needs_whole and hidden % heads > 0,
-        f"head_dim = {size}, an odd number,": has_plain and size % 2 == 1,
-    }
-
-
-def _has_other_heads(family: str, fields: dict[str, Any]) -> bool:
-    """vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does."""
-    size, heads, hidden = (fields.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
-    return family in ("qwen2", "qwen2_moe") and size is not None and size * (heads or 0) != hidden
+def _check_types(path: Path, fields: dict[str, Any]) -> None:
+    """ConfigError where transformers would refuse a field's value, on each rank and in vLLM."""
+    ropes = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := fields.get(key), dict)]
+    given = [item for item in fields.items() if item[0] not in ("rope_type", "type")]  # names of a rope's fields
+    given += [item for each in ropes for item in each.items()]
+    declared = declared_fields(fields["model_type"])
+    for name, value in given:
+        expected = ""
+        if name in declared and not declared[name].takes(value):
+            expected = declared[name].annotation
+        elif name in OTHER_TYPES and name not in declared and type(value) not in OTHER_TYPES[name][0]:
+            expected = OTHER_TYPES[name][1]
+        elif name in MIN_VALUES and value is not None and not value >= MIN_VALUES[name]:
+            expected = f"at least {MIN_VALUES[name]}"
+        elif name in ("dtype", "torch_dtype") and value is not None and str(value) not in ITEM_BYTES:
+            expected = f"one of {', '.join(ITEM_BYTES)}"
+        if expected:
+            raise ConfigError(f"{path}: {name} = {value!r}: {expected} is expected", remedy=f"correct it, or {DOWNLOAD_REMEDY}")
 
 
 def check_weights(folder: Path) -> None:

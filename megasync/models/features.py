@@ -1,0 +1,253 @@
+"""Fields of config.json whose values the engine or vLLM would compute wrongly: a table of rules. No torch in here.
+
+vLLM 0.32 gives a window to all layers of a model or to none, but for gemma3_text (engine/arg_utils.py:create_engine_config,
+model_executor/models/qwen2.py:Qwen2Model); with windows in some layers it would generate with another model than the engine
+trains. Leaves out what a window is (engine/attention/windows.py), types (declared.py), sizes and files (folder.py).
+
+    unsupported(shape, fields)          # None, or the first field that is refused, with its value and why
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from engine.attention.windows import FAMILIES as WINDOWED
+from engine.attention.windows import FULL, OF_ALL_LAYERS, SLIDING, SWITCHED, layer_types, window
+from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES, ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from megasync.models.declared import declared_fields
+from megasync.models.model_shape import ModelShape
+
+ROPE_NUMBERS = {  # numbers without a default, by the type of rope scaling
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+PARTIAL_ROTARY = ("glm4_moe",)  # families with it; the factor is a half where config.json says nothing
+WHOLE_HEADS = ("llama", GEMMA)  # hidden_size must be a multiple of the heads, also beside a head_dim
+SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
+QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
+OTHER_MODEL = "take a model without it"
+ONE_ROPE = "take out of config.json the one that the model was not trained with"
+CAUSAL = "where the weights are a language model's, write its family's class that ends with ForCausalLM"
+CONVERT = "convert its weights to bfloat16, and leave this out of config.json"
+BIASES = "if it was trained so, write topk_method noaux_tc and scoring_func sigmoid into config.json"
+
+
+class Unsupported(NamedTuple):
+    """A field of config.json, its value, and why it is refused."""
+
+    field: str
+    value: Any
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config.json, types and sizes already checked."""
+
+    shape: ModelShape
+    fields: dict[str, Any]
+
+    @property
+    def family(self) -> str:
+        return self.shape.model_type
+
+    @cached_property
+    def has_plain_heads(self) -> bool:
+        return not self.shape.kv_lora_rank
+
+    @cached_property
+    def head_dim(self) -> int:
+        return self.shape.head_dim or self.shape.hidden_size // self.shape.num_attention_heads
+
+    @cached_property
+    def window(self) -> int:
+        return window(self.fields)
+
+    @cached_property
+    def layer_types(self) -> list[str]:
+        return layer_types(self.fields)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field, or transformers' default for the fields of routers."""
+        if name in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace") and name not in self.fields:
+            declared = declared_fields(self.family)
+            return declared[name].default if name in declared else default
+        return self.head_dim if name == "head_dim" and self.fields.get(name) is None else self.fields.get(name, default)
+
+    @cached_property
+    def ropes(self) -> list[dict[str, Any]]:
+        """Rotary embeddings, in the form of transformers 5 or 4; of Gemma by layer type, none where they are in another form."""
+        given = self.fields.get("rope_parameters")
+        rope = given or self.fields.get("rope_scaling") or {}
+        ropes = [rope]
+        if self.family == GEMMA:
+            ropes = [rope.get(kind) or {} for kind in (FULL, SLIDING)] if given is not None else [rope, {}]
+            if set(rope) - {FULL, SLIDING} if given is not None else any(isinstance(value, dict) for value in rope.values()):
+                ropes = []
+        return [{"partial_rotary_factor": self.fields.get("partial_rotary_factor")} | each for each in ropes]
+
+
+class Rule(NamedTuple):
+    """When a field is refused, and why."""
+
+    field: str
+    is_wrong: Callable[[Model], object]
+    why: str
+    families: tuple[str, ...] = FAMILIES
+    remedy: str = OTHER_MODEL
+
+
+def is_whole(model: Model, name: str, least: int) -> bool:
+    value = model.get(name, least)
+    return type(value) is int and value >= least
+
+
+def is_list_of_types(model: Model) -> bool:
+    given = model.get("layer_types")
+    is_long = isinstance(given, list) and len(given) == model.shape.num_hidden_layers
+    return is_long and all(each in (FULL, SLIDING) for each in given)
+
+
+def differ(model: Model) -> bool:
+    """transformers 5 and 4 write other names; where both are there, transformers 5 reads rope_scaling and ignores the other."""
+    given = [model.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    typed = [{"rope_type": each.get("type"), **each} for each in given]
+    alike = [{name: value for name, value in each.items() if name not in ("type", "rope_theta")} for each in typed]
+    return all(given) and alike[0] != alike[1]
+
+
+def have_two_types(model: Model) -> bool:
+    given = [model.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    return any(each.get("type") and each.get("rope_type") and each["type"] != each["rope_type"] for each in given)
+
+
+def has_other_groups(model: Model) -> bool:
+    """Whether groups of experts are chosen by other than the best SCORED_EXPERTS of each."""
+    chosen = model.get("topk_group")
+    return model.get("n_group") != 1 and (not chosen or model.get("num_experts_per_tok") // chosen != SCORED_EXPERTS)
+
+
+ALL_LAYERS = "the engine has experts in all layers after the dense ones"
+RULES = (
+    Rule("architectures", lambda m: "architectures" in m.fields and not any(
+        str(name).endswith("ForCausalLM") for name in m.get("architectures") or ()), "no class that generates", remedy=CAUSAL),
+    Rule("num_attention_heads", lambda m: m.has_plain_heads and m.shape.num_attention_heads % m.shape.num_key_value_heads,
+         "no multiple of num_key_value_heads"),
+    Rule("hidden_size", lambda m: m.shape.hidden_size % m.shape.num_attention_heads
+         and (m.family in WHOLE_HEADS or (m.has_plain_heads and not m.shape.head_dim)), "no multiple of num_attention_heads"),
+    Rule("head_dim", lambda m: m.has_plain_heads and m.head_dim % 2, "an odd number"),
+    Rule("head_dim", lambda m: m.head_dim * m.shape.num_attention_heads != m.shape.hidden_size,
+         "vLLM takes hidden_size / num_attention_heads", QWEN2),
+    Rule("hidden_act", lambda m: m.get("hidden_act", "silu") != "silu", "the engine has silu only"),
+    Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in ("qwen2", "glm4_moe"), "the engine has none"),
+    Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
+    Rule("quantization_config", lambda m: m.get("quantization_config"), "the engine reads no quantised weights", remedy=CONVERT),
+    Rule("compression_config", lambda m: m.get("compression_config"), "the engine reads no quantised weights", remedy=CONVERT),
+    # rotary embeddings; more in _rope
+    Rule("rope_scaling", differ, "differs from rope_parameters", remedy=ONE_ROPE),
+    Rule("rope_scaling", have_two_types, "rope_type is another than type", remedy=ONE_ROPE),
+    Rule("rope_parameters", lambda m: not m.ropes, f"an object for {FULL} and one for {SLIDING} is expected", (GEMMA,)),
+    Rule("rope_parameters", lambda m: m.family != GEMMA and any(isinstance(value, dict) for value in m.ropes[0].values()),
+         f"only {GEMMA} has rotary embeddings by layer type"),
+    # windows
+    Rule("sliding_window", lambda m: m.get("sliding_window") is not None and not is_whole(m, "sliding_window", 0),
+         "a whole number of at least 0 is expected"),
+    Rule("max_window_layers", lambda m: not is_whole(m, "max_window_layers", 0), "a whole number of at least 0 is expected"),
+    Rule("sliding_window_pattern", lambda m: not is_whole(m, "sliding_window_pattern", 1),
+         "a whole number of at least 1 is expected"),
+    Rule("layer_types", lambda m: m.get("layer_types") is not None and not is_list_of_types(m),
+         f"{FULL} or {SLIDING} for each layer is expected"),
+    Rule("sliding_window", lambda m: m.family not in WINDOWED and m.get("sliding_window"), "only vLLM reads it for this family"),
+    Rule("use_sliding_window", lambda m: m.get("use_sliding_window") and not m.window, "there is no sliding_window", SWITCHED),
+    Rule("layer_types", lambda m: SLIDING in m.layer_types and not m.window, "there is no sliding_window"),
+    Rule("layer_types", lambda m: "layer_types" in m.fields, "transformers takes such a mistral for ministral", ("mistral",)),
+    Rule("layer_types", lambda m: m.get("layer_types") not in (None, m.layer_types)
+         and (m.family not in WINDOWED or m.family in OF_ALL_LAYERS), "only vLLM reads it for this family"),
+    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family != GEMMA,
+         "with max_window_layers, windows are in some of the layers: vLLM leaves them out"),
+    Rule("sliding_window", lambda m: SLIDING not in m.layer_types and m.window,
+         "by layer_types and max_window_layers no layer has a window, vLLM up to 0.26 gives it to all"),
+    # Gemma 3
+    Rule("hidden_activation", lambda m: m.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
+         "the engine has gelu_pytorch_tanh only", (GEMMA,)),
+    *(Rule(name, lambda m, name=name: m.get(name), "the engine does not compute it", (GEMMA,))  # type: ignore[misc]
+      for name in ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")),
+    # mixtures of experts
+    Rule("num_experts_per_tok", lambda m: m.get("num_experts_per_tok") == 1, "routers choose at least two", MOE_FAMILIES),
+    Rule("mlp_only_layers", lambda m: m.get("mlp_only_layers"), ALL_LAYERS, MOE_FAMILIES),
+    Rule("decoder_sparse_step", lambda m: m.get("decoder_sparse_step", 1) != 1, ALL_LAYERS, MOE_FAMILIES),
+    Rule("shared_expert_intermediate_size", lambda m: bool(m.get("shared_expert_intermediate_size")) != (m.family == "qwen2_moe"),
+         "the engine has a shared expert of this size for qwen2_moe, and for it only", MOE_FAMILIES),
+    Rule("qkv_bias", lambda m: not m.get("qkv_bias", True), "the engine has attention with biases only", ("qwen2_moe",)),
+    Rule("output_router_logits", lambda m: m.get("output_router_logits"), "write algorithm.load_balancing instead", MOE_FAMILIES),
+    Rule("router_jitter_noise", lambda m: m.get("router_jitter_noise"), "the engine adds no noise", MOE_FAMILIES),
+    Rule("tie_word_embeddings", lambda m: m.get("tie_word_embeddings"), "vLLM ignores it for this family", BIASED_ROUTERS),
+    Rule("norm_topk_prob", lambda m: not m.get("norm_topk_prob", True), "the engine normalises the weights", BIASED_ROUTERS),
+    Rule("n_group", has_other_groups, f"num_experts_per_tok // topk_group = {SCORED_EXPERTS} is expected", BIASED_ROUTERS),
+    Rule("n_shared_experts", lambda m: not m.get("n_shared_experts", 1), "the engine needs a shared expert", BIASED_ROUTERS),
+    Rule("first_k_dense_replace", lambda m: (m.get("first_k_dense_replace") or 0) >= m.shape.num_hidden_layers,
+         "no layer has experts", BIASED_ROUTERS),
+    # multi-latent attention, most of which vLLM and transformers read differently
+    Rule("num_key_value_heads", lambda m: m.get("num_key_value_heads") not in (None, m.shape.num_attention_heads),
+         "num_attention_heads is expected", LATENT_FAMILIES),
+    Rule("rope_interleave", lambda m: m.get("rope_interleave") is False, "vLLM ignores it", LATENT_FAMILIES),
+    Rule("qk_rope_head_dim", lambda m: m.shape.qk_rope_head_dim % 2, "an odd number", LATENT_FAMILIES),
+    Rule("v_head_dim", lambda m: m.shape.v_head_dim > m.shape.qk_nope_head_dim + m.shape.qk_rope_head_dim,
+         "more than qk_nope_head_dim + qk_rope_head_dim", LATENT_FAMILIES),
+    Rule("topk_method", lambda m: m.get("topk_method") != "noaux_tc", "vLLM loads no router bias", LATENT_FAMILIES, BIASES),
+    Rule("scoring_func", lambda m: m.get("scoring_func") != "sigmoid", "vLLM loads no router bias", LATENT_FAMILIES, BIASES),
+    Rule("moe_layer_freq", lambda m: m.get("moe_layer_freq", 1) != 1, ALL_LAYERS, LATENT_FAMILIES),
+    Rule("index_topk", lambda m: m.get("index_topk") is not None, "the engine has no sparse attention", LATENT_FAMILIES),
+)  # fmt: skip
+
+
+def unsupported(shape: ModelShape, fields: dict[str, Any]) -> Unsupported | None:
+    """The first field that is refused; the rules rely on those before them."""
+    model = Model(shape, fields)
+    for rule in RULES:
+        if model.family in rule.families and rule.is_wrong(model):
+            return Unsupported(rule.field, model.get(rule.field), rule.why, rule.remedy)
+    return next((found for rope in model.ropes for found in _rope(model, rope)), None)
+
+
+def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
+    """Of one set of rotary embeddings."""
+    kind, partial, is_latent = _rope_type(rope), rope["partial_rotary_factor"], model.family in LATENT_FAMILIES
+    kinds = ROPE_BY_LAYER_TYPE if model.family == GEMMA else ("default", "yarn") if is_latent else ROPE_TYPES
+    if kind not in kinds:
+        yield Unsupported("rope_type", kind, f"engine and vLLM have {', '.join(kinds)} for {model.family}", OTHER_MODEL)
+    yield from _rope_numbers(kind, rope)
+    if kind == "yarn":
+        # vLLM and transformers read these differently; of latent attention the pair of mscale needs both numbers, or none
+        for name in ("attention_factor", "truncate") if is_latent else ("attention_factor", "mscale", "mscale_all_dim"):
+            if rope.get(name) is not None:
+                yield Unsupported(name, rope[name], "transformers and vLLM read it differently for yarn", OTHER_MODEL)
+        pair = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+        if is_latent and pair != [None, None] and not all(pair):
+            yield Unsupported("mscale", pair[0], f"with mscale_all_dim = {pair[1]} transformers and vLLM differ", OTHER_MODEL)
+        if model.family in PARTIAL_ROTARY and partial not in (1, 1.0):  # null stands for a half
+            yield Unsupported("rope_type", kind, f"the engine has no yarn with partial_rotary_factor = {partial}", OTHER_MODEL)
+    if partial not in (None, 1, 1.0):
+        is_share = type(partial) is float and 0 < partial < 1 and int(model.head_dim * partial) % 2 == 0
+        if model.family not in PARTIAL_ROTARY or not is_share:
+            yield Unsupported("partial_rotary_factor", partial, "the engine cannot rotate this part of a head", OTHER_MODEL)
+
+
+def _rope_numbers(kind: str, rope: dict[str, Any]) -> Iterator[Unsupported]:
+    factor, low, high = (rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    for name in ROPE_NUMBERS.get(kind, ()):
+        if type(rope.get(name)) not in (int, float):
+            yield Unsupported(name, rope.get(name), f"the rope type {kind} needs a number", OTHER_MODEL)
+    if kind != "default" and isinstance(factor, int | float) and factor <= 0:
+        yield Unsupported("factor", factor, "a number above 0 is expected", OTHER_MODEL)
+    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+        yield Unsupported("low_freq_factor", low, f"not below high_freq_factor = {high}", OTHER_MODEL)
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
