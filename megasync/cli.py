@@ -1,7 +1,7 @@
 """`megasync VERB ...`, the one command: a table of verbs. Each is a module with `main(arguments) -> int`, imported on demand.
 
-Exit codes: 0 done; 2 the command or the config is wrong, nothing was started; 1 failed while running; 130 after Ctrl-C; 141
-where who reads the output, such as `head`, has had enough. Another verb is one more line of VERBS. Leaves out what the verbs do.
+Exit codes: 0 done; 2 the command or the config is wrong, nothing was started; 1 failed while running; 130 after Ctrl-C; 141 if
+the reader of the output, such as `head`, closed it. A new verb is one more line of VERBS. Leaves out the verbs (tools/).
 
     megasync train configs/quickstart.yaml engine.wrap=ddp      # or: python -m megasync train ...
 """
@@ -12,12 +12,13 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from megasync.config.errors import explain, nearest_name
 from megasync.config.own_packages import shadowing
@@ -25,51 +26,45 @@ from megasync.config.shipped import how_to_install
 from megasync.launch.launcher import forget
 from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, open_output, run_and_leave
 
-
-class Verb(NamedTuple):
-    """Its module, and a line of help."""
-
-    module: str
-    says: str
-
-
-VERBS = {
-    "train": Verb("megasync.train", "train by a config, on this machine's GPUs or CPU"),
-    "submit": Verb("megasync.submit", "the same as a Ray job, on a cluster or on one of its own"),
-    "quickstart": Verb("megasync.quickstart", "a small model, its data and RL, from nothing"),
-    "assets": Verb("megasync.assets", "write a model and data to try it with"),
-    "import": Verb(
-        "megasync.tools.import_config.command", "a config of verl or TRL as one of ours, and what could not be carried over"
-    ),
-    "scale": Verb("megasync.scale", "more or fewer replicas for a run that goes on"),
-    "export": Verb("megasync.export", "a run's weights as a Hugging Face folder, adapters merged if wanted"),
-    "report": Verb("megasync.report", "write a run's report.html"),
-    "plan": Verb("megasync.plan", "memory and seconds that a run will take, before it starts"),
-    "generate": Verb("megasync.generate", "responses of a run or a model to prompts"),
-    "evaluate": Verb("megasync.evaluate", "avg@k and pass@k of a run or a model, with confidence intervals"),
-    "bisect": Verb("megasync.bisect", "the first module that trainer and replica of a run compute otherwise"),
-    "render": Verb("megasync.launch.render", "a job file for Slurm or KubeRay, from a config"),
-    "replay": Verb("megasync.replay", "sample what a step was trained on again, and say whether each token is the same"),
-    "doctor": Verb("megasync.doctor", "look for what would make a run fail on this machine, with remedies"),
-    "bench": Verb("megasync.bench.cli", "measure weight sync, generation and training"),
+VERBS = {  # one line of help each
+    "train": "train with a config, on this machine's GPUs or CPU",
+    "submit": "train as a Ray job, on a running cluster or a new local one",
+    "quickstart": "train a small model with RL, from nothing, in a few minutes",
+    "assets": "write a small model and data for experiments",
+    "import": "convert a config of verl or TRL, and list keys without a counterpart",
+    "scale": "change the number of replicas of an active run",
+    "export": "write a run's weights as a Hugging Face folder, optionally with adapters merged",
+    "report": "write a run's report.html",
+    "plan": "estimate memory and step time of a run before it starts",
+    "generate": "write responses of a run or a model to prompts",
+    "evaluate": "avg@k and pass@k of a run or a model, with confidence intervals",
+    "bisect": "find the first module whose outputs differ between a run's trainer and replica",
+    "render": "write a job file for Slurm or KubeRay from a config",
+    "replay": "sample a step's training data again, and compare it token by token",
+    "doctor": "check this machine for problems that would make a run fail, with remedies",
 }
-
-
-TRAINS = ("train", "quickstart", "assets", "plan", "generate", "evaluate", "bisect", "replay", "bench")  # need torch, all of them
-OF_LANES = (  # what the extras cpu and gpu bring, as Python imports it
+MODULES = {verb: f"megasync.tools.{verb}.command" for verb in VERBS} | {
+    "train": "megasync.train",
+    "submit": "megasync.submit",
+    "render": "megasync.launch.render",
+    "import": "megasync.tools.import_config.command",
+}
+NEED_TORCH = ("train", "quickstart", "assets", "plan", "generate", "evaluate", "bisect", "replay")
+OF_LANES = (  # modules of the packages that the extras cpu and gpu install
     *("torch", "vllm", "ray", "megatron", "megatron_fsdp", "mbridge", "aiohttp", "renderers", "setproctitle", "math_verify"),
     *("matplotlib", "peft", "plotly", "tensorboard"),
 )
+KEY_AS_OPTION = re.compile(r"--?[a-z]\w*\.[a-z]")  # no option has a dot in its name
 
 
 def usage() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.says}" for name, verb in VERBS.items())
-    return f"usage: megasync VERB ...\n\n{verbs}\n\nmegasync VERB --help says more, megasync --version which one this is."
+    verbs = "\n".join(f"  {name:<{width}}  {help_line}" for name, help_line in VERBS.items())
+    return f"usage: megasync VERB ...\n\n{verbs}\n\nmegasync VERB --help shows its options, megasync --version the version."
 
 
 def version() -> str:
-    """Of the package, and of Python."""
+    """Versions of megasync and Python, as text."""
     try:
         own = importlib.metadata.version("megasync")
     except importlib.metadata.PackageNotFoundError:
@@ -78,36 +73,33 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb's exit code; UNREAD where it ended because nobody reads what it says."""
+    """Runs the verb and returns its exit code; UNREAD if the reader closed the output."""
     try:
         code = run_verb(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         if _has_reader():
-            raise  # another pipe's
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later writes are discarded
         return UNREAD
     return code
 
 
 def run_verb(arguments: Sequence[str]) -> int:
-    """Its exit code, or INTERRUPTED."""
+    """Runs the verb and returns its exit code, or INTERRUPTED after Ctrl-C."""
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
         print(version() if arguments and arguments[0] == "--version" else usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else REFUSED
     name, *rest = arguments
-    if name not in VERBS:
-        near = nearest_name(name, VERBS)
-        remedy = f"write megasync {near}" if near else "write one of the choices"
-        told = explain(f"megasync {name}: there is no such verb", nearest=near, choices=", ".join(VERBS), remedy=remedy)
-        print(told, file=sys.stderr)
+    if problem := _problem(name, rest):
+        print(problem, file=sys.stderr)
         return REFUSED
     if name not in ("train", "doctor") and (left_out := forget(os.environ)):
-        print(f"megasync {name}: {left_out} in the environment, of another launcher: left out", file=sys.stderr)
-    if name in TRAINS and not {"-h", "--help"} & set(rest) and not find_spec("torch"):
+        print(f"megasync {name}: ignores {left_out}, which another launcher set in the environment", file=sys.stderr)
+    if name in NEED_TORCH and not {"-h", "--help"} & set(rest) and not find_spec("torch"):
         return _not_installed(name, "torch")
     try:
-        run: Callable[[Sequence[str]], int] = importlib.import_module(VERBS[name].module).main
+        run: Callable[[Sequence[str]], int] = importlib.import_module(MODULES[name]).main
         return run(rest)
     except ModuleNotFoundError as error:
         if (package := (error.name or "").partition(".")[0]) not in OF_LANES:
@@ -118,29 +110,43 @@ def run_verb(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
+def _problem(name: str, arguments: Sequence[str]) -> str:
+    """The message for an unknown verb, or for a config key that is written as an option; else empty."""
+    if name not in VERBS:
+        near = nearest_name(name, VERBS)
+        remedy = f"write megasync {near}" if near else "write one of the choices"
+        if name == "bench":
+            near, remedy = "", "write python -m bench, in a clone of the repository"
+        return explain(f"megasync {name}: there is no such verb", nearest=near, choices=", ".join(VERBS), remedy=remedy)
+    if option := next((each for each in arguments if KEY_AS_OPTION.match(each)), ""):
+        key, _, value = option.lstrip("-").partition("=")
+        return explain(f"{option}: a key of a config is written without dashes", remedy=f"write {key}={value or 'VALUE'}")
+    return ""
+
+
 def _not_installed(verb: str, package: str) -> int:
-    """`pip install .` has what checks and submits configs."""
-    told = explain(f"megasync {verb}: needs the package {package}, which is not installed", remedy=how_to_install())
-    print(told, file=sys.stderr)
+    """Prints the message for a missing package: a plain `pip install .` can only check and submit configs."""
+    headline = f"megasync {verb}: needs the package {package}, which is not installed"
+    print(explain(headline, remedy=how_to_install()), file=sys.stderr)
     return REFUSED
 
 
 def _has_reader() -> bool:
-    """Whether somebody can still read the output."""
+    """Whether the reading end of stdout is still open."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def entry() -> NoReturn:
-    """Of the console script and `python -m megasync`. Rewards are imported from the folder where it is started, in both cases."""
+    """Entry point of the console script and of `python -m megasync`. Both import rewards from the working folder."""
     open_output()
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     if files := shadowing(Path.cwd(), OF_LANES):
-        remedy = f"rename {files}: Python imports from the working folder first, and would take it for the library of that name"
+        remedy = f"rename {files}: Python searches the working folder first and would import it instead of the library"
         print(explain(f"{Path.cwd()} holds {files}", remedy=remedy), file=sys.stderr)
         sys.exit(REFUSED)
-    if sys.argv[1:2] == ["train"]:  # which may be a rank, with threads that can hold a process at its end
+    if sys.argv[1:2] == ["train"]:  # may be a rank, with threads that can keep a process from ending
         run_and_leave(main)
     sys.exit(main(sys.argv[1:]))

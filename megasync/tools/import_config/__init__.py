@@ -1,7 +1,7 @@
-"""`megasync import`: a config of verl or TRL as one of ours, and a list of all that could not be carried over.
+"""Converts a config of verl or TRL, and lists keys without a counterpart: `megasync import`.
 
-carried.py  the keys that are carried over, and why others are not
-verl.py     what verl's values mean
-trl.py      what those of TRL's GRPOConfig mean
-command.py  reads, writes and says what is left to do
+carried.py  keys that are carried over, and reasons for the others
+verl.py     rules for verl's values
+trl.py      rules for values of TRL's GRPOConfig
+command.py  the command: reads, writes, and lists steps that are left to the user
 """

@@ -1,7 +1,7 @@
-"""Writes a config of ours from one of verl or TRL, and says what could not be carried over. No torch in here.
+"""Converts a config of verl or TRL, and lists keys that could not be carried over. No torch in here.
 
-FILE is YAML, as verl's trainer and TRL's command line read it; of verl also a text with its overrides, key=value, such as the
-script that starts it. What is written has the other project's defaults where they are not ours.
+FILE is YAML, as verl's trainer and TRL's command line read it; for verl also a text with key=value overrides, such as the script
+that starts it. The result contains the other project's defaults that differ from megasync's.
 
     megasync import run_qwen2-7b.sh --from verl --to qwen.yaml
     megasync import grpo.yaml --from trl                            # prints it
@@ -31,16 +31,16 @@ from megasync.tools.import_config.carried import Carried, carry
 PROJECTS = {"verl": verl, "trl": trl}
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-PLACEHOLDER = "my_rewards:score"  # which a start refuses until there is such a module
+PLACEHOLDER = "my_rewards:score"  # a start refuses it until the user writes this module
 SAMPLE_KEYS = {"verl": {}, "trl": {"data.prompt_key": "prompt"}}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0; 2: the file cannot be read."""
+    """Exit code 0: done; 2: the file cannot be read or written."""
     parser = argparse.ArgumentParser(prog="megasync import", description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="YAML; of verl also a text of overrides, such as the script that starts it")
-    parser.add_argument("--from", dest="project", choices=PROJECTS, required=True, help="whose config it is")
-    parser.add_argument("--to", type=Path, help="where ours is written (default: printed)")
+    parser.add_argument("file", type=Path, help="YAML; for verl also a text with overrides, such as its start script")
+    parser.add_argument("--from", dest="project", choices=PROJECTS, required=True, help="the project of the config")
+    parser.add_argument("--to", type=Path, help="the file to write (default: print it)")
     options = parser.parse_args(list(arguments))
     with main_errors():
         given = read(options.file)
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     """Values by full key, with interpolations resolved.
 
     Raises:
-        ConfigError: it is neither YAML nor a text of overrides.
+        ConfigError: the file is neither YAML nor a text with overrides.
     """
     text = path.read_text(encoding="utf-8")
     try:
@@ -88,7 +88,7 @@ _Loader.add_multi_constructor(
 
 
 def _value(text: str) -> Any:
-    """Of an override; a variable that is not set here stays a text."""
+    """The value of an override, with environment variables expanded; a text if a variable is not set."""
     text = os.path.expandvars(text)
     try:
         return text if "$" in text else yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
@@ -102,7 +102,7 @@ def _flat(nested: Any, above: str = "") -> dict[str, Any]:
         key = f"{above}{name}"
         try:
             value = nested[name]
-        except OmegaConfBaseException:  # names what is not in this file; or ???
+        except OmegaConfBaseException:  # refers to a key of another file, or is ???
             unresolved: Any = OmegaConf.to_container(nested, resolve=False)
             value = unresolved[name]
         if OmegaConf.is_dict(value) and len(value) and name not in ("override_ddp_config", "chat_template_kwargs", "vllm"):
@@ -113,11 +113,13 @@ def _flat(nested: Any, above: str = "") -> dict[str, Any]:
 
 
 def convert(given: dict[str, Any], project: str) -> Carried:
-    """What is carried over, with what is left to do by hand."""
+    """Converts the keys, and adds the steps that are left to the user."""
     rules = PROJECTS[project]
     carried = carry(given, rules.DEFAULTS, rules.RULES)
     carried.keys = {**SAMPLE_KEYS[project], "rollout.reward": PLACEHOLDER, **carried.keys}
-    carried.to_do += rules.to_do({**rules.DEFAULTS, **given}, carried.keys)
+    carried.to_do += rules.to_do({**rules.DEFAULTS, **given})
+    if "run.steps" not in carried.keys:
+        carried.to_do.append("set run.steps = epochs x examples / data.batch_size")
     path = str(carried.keys.get("model.path", ""))
     if HUB_NAME.fullmatch(path) and not Path(path).is_dir():
         carried.to_do.append(f"model.path is a local folder: hf download {path} --local-dir FOLDER, then model.path=FOLDER")
@@ -125,7 +127,7 @@ def convert(given: dict[str, Any], project: str) -> Carried:
 
 
 def written(carried: Carried, source: str) -> str:
-    """The YAML, with all that is left as comments above it."""
+    """The config as YAML, with the lines of `left_lines` as comments above it."""
     nested: dict[str, Any] = {}
     for key, value in carried.keys.items():
         *above, name = key.split(".")
@@ -139,18 +141,18 @@ def written(carried: Carried, source: str) -> str:
 
 
 def left_lines(carried: Carried) -> list[str]:
-    """What was not carried over, by reason, and what is to be done."""
+    """Lines with the keys that were not carried over, by reason, and the steps that are left to the user."""
     reasons: dict[str, list[str]] = {}
     for name, reason in carried.left.items():
         reasons.setdefault(reason, []).append(name)
     lines = [f"not carried over: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    off = "needs no key here (switched off, without effect there, or read with another)"
+    off = "needs no key here (switched off, without effect, or read with another key)"
     lines += [f"{off}: {', '.join(carried.off)}"] if carried.off else []
     return lines + [f"to do: {line}" for line in carried.to_do]
 
 
 def report(carried: Carried, path: Path | None) -> str:
-    """The same for the terminal, and what a start would refuse."""
+    """The text for the terminal: `left_lines`, and the errors of loading the written config."""
     lines = [
         f"{len(carried.keys)} keys{f' in {path}' if path else ''}; {len(carried.left)} were not carried over",
         *left_lines(carried),

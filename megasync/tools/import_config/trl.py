@@ -1,4 +1,4 @@
-"""What values of TRL's GRPOConfig, ModelConfig and ScriptArguments mean (trl/trainer/grpo_config.py, July 2026). No torch."""
+"""Rules for values of TRL's GRPOConfig, ModelConfig and ScriptArguments (trl/trainer/grpo_config.py, July 2026)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megasync.tools.import_config.carried import (
-    Given,
-    NotCarriedError,
-    Rule,
-    choice,
-    loggers,
-    lora_targets,
-    nothing,
-    quotient,
-    same,
-    tokens,
-)
+from megasync.tools.import_config.carried import Given, NotCarriedError, Rule, count, quotient, read_with_another, same
 
-DEFAULTS: dict[str, Any] = {  # that are not ours, or that rules read
+DEFAULTS: dict[str, Any] = {  # TRL's defaults that differ from megasync's, or that rules read
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8, "max_completion_length": 512,
     "weight_decay": 0.0, "adam_beta2": 0.999, "lr_scheduler_type": "linear", "epsilon": 0.2, "seed": 42, "save_steps": 500,
     "gradient_checkpointing": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
@@ -31,35 +20,26 @@ MATH = ("accuracy_reward", "trl.rewards.accuracy_reward")
 PROCESSES = "num_processes"  # not a key of TRL's, but of accelerate's launch
 
 
-def generated(given: Given) -> int:
-    """Completions of a batch that is generated at once."""
-    once = tokens(given["per_device_train_batch_size"]) * tokens(given.get(PROCESSES, 1))
-    steps = given.get("steps_per_generation") or given["gradient_accumulation_steps"]
-    return tokens(given.get("generation_batch_size") or once * tokens(steps))
-
-
 def batch(_: Any, given: Given) -> dict[str, Any]:
-    """Prompts a batch, and optimizer steps on it."""
-    once = tokens(given["per_device_train_batch_size"]) * tokens(given.get(PROCESSES, 1))
-    prompts = quotient(generated(given), given["num_generations"], "completions of a batch / num_generations")
-    steps = quotient(
-        generated(given), once * tokens(given["gradient_accumulation_steps"]), "completions of a batch / of an optimizer step"
-    )
-    return {"data.batch_size": prompts, "algorithm.num_minibatches": steps}
-
-
-def per_batch(given: Given) -> int:
-    """Optimizer steps, which TRL counts as steps."""
-    return int(batch(None, given)["algorithm.num_minibatches"]) * tokens(given.get("num_iterations") or 1)
+    """Prompts per generated batch, and optimizer steps on it."""
+    once = count(given["per_device_train_batch_size"]) * count(given.get(PROCESSES, 1))
+    steps = given.get("steps_per_generation") or given["gradient_accumulation_steps"]
+    completions = count(given.get("generation_batch_size") or once * count(steps))
+    of_step = once * count(given["gradient_accumulation_steps"])
+    return {
+        "data.batch_size": quotient(completions, given["num_generations"], "completions of a batch / num_generations"),
+        "algorithm.num_minibatches": quotient(completions, of_step, "completions of a batch / of an optimizer step"),
+    }
 
 
 def batches(key: str) -> Rule:
-    """A number of optimizer steps as one of batches."""
-    return lambda value, given: {key: math.ceil(tokens(value) / per_batch(given))} if value and value > 0 else {}
+    """A rule that converts a number of optimizer steps, TRL's steps, into a number of batches."""
 
+    def rule(value: Any, given: Given) -> dict[str, Any]:
+        per_batch = int(batch(None, given)["algorithm.num_minibatches"]) * count(given.get("num_iterations") or 1)
+        return {key: math.ceil(count(value) / per_batch)} if value and value > 0 else {}
 
-def steps(value: Any, given: Given) -> dict[str, Any]:
-    return batches("run.steps")(value, given)
+    return rule
 
 
 def warmup(value: Any, given: Given) -> dict[str, Any]:
@@ -90,7 +70,7 @@ def importance(_: Any, given: Given) -> dict[str, Any]:
 
 
 def rewards(_: Any, given: Given) -> dict[str, Any]:
-    """Functions by dotted path are imported from there; a start says of those written for TRL how they become ours."""
+    """Functions by dotted path keep their path; a start refuses functions written for TRL, and explains how to adapt them."""
     names = given.get("reward_funcs") or []
     names = [names] if isinstance(names, str) else list(names)
     weights = given.get("reward_weights") or [1.0] * len(names)
@@ -103,72 +83,37 @@ def rewards(_: Any, given: Given) -> dict[str, Any]:
     return {"rollout.reward": {name: float(weight) for name, weight in found.items()}} if found else {}
 
 
-def scaled(value: Any, _: Given) -> dict[str, Any]:
-    if str(value).lower() == "batch":
-        raise NotCarriedError("advantages are divided by the deviation of their group, or not at all")
-    return {"algorithm.normalize_advantage_by_std": str(value).lower() in ("true", "group")}
-
-
 def folder(value: Any, given: Given) -> dict[str, Any]:
     path = Path(str(value))
     return {"run.dir": str(path.parent)} | ({} if given.get("run_name") else {"run.name": path.name})
 
 
-def if_set(key: str, ours: Any) -> Rule:
-    return lambda value, _: {key: ours} if value else {}
-
-
-def optimizer(value: Any, _: Given) -> dict[str, Any]:
-    if not str(value).startswith("adamw"):
-        raise NotCarriedError("the optimizer is AdamW")
-    return {}
-
-
-def if_lora(key: str, kind: type) -> Rule:
-    return lambda value, given: {key: kind(value)} if given.get("use_peft") else {}
+def dtype(name: str) -> Rule:
+    return lambda value, _: {"model.dtype": name} if value else {}
 
 
 RULES: dict[str, Rule] = {
-    "learning_rate": same("engine.optimizer.learning_rate"), "weight_decay": same("engine.optimizer.weight_decay"),
-    "warmup_steps": same("engine.optimizer.warmup_steps"), "seed": same("run.seed"),
-    "temperature": same("rollout.temperature"), "top_p": same("rollout.top_p"),
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"), batch),
-    "generation_batch_size": batch, PROCESSES: nothing,
-    "max_steps": steps, "save_steps": batches("checkpoint.every_steps"), "eval_steps": batches("rollout.evaluate_every_steps"),
-    "warmup_ratio": warmup, "epsilon": clip, "epsilon_high": clip, "scale_rewards": scaled,
-    "loss_type": choice("algorithm.loss_aggregation", grpo="sequence_mean", dapo="token_mean", dr_grpo="constant_length"),
+    "generation_batch_size": batch, PROCESSES: read_with_another,
+    "max_steps": batches("run.steps"), "save_steps": batches("checkpoint.every_steps"),
+    "eval_steps": batches("rollout.evaluate_every_steps"),
+    "warmup_ratio": warmup, "epsilon": clip, "epsilon_high": clip,
     **dict.fromkeys(
         (f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "cap", "clip_max", "clip_min")), importance
     ),
-    "mask_truncated_completions": if_set("algorithm.truncated", "mask"),
-    "bf16": if_set("model.dtype", "bfloat16"), "fp16": if_set("model.dtype", "float16"),
-    **dict.fromkeys(
-        ("torch_dtype", "dtype"),
-        choice("model.dtype", bfloat16="bfloat16", float16="float16", float32="float32", auto=None, none=None)
-    ),
-    "top_k": lambda value, _: {"rollout.top_k": max(0, value or 0)},
-    "min_p": lambda value, _: {"rollout.min_p": value or 0.0},
-    "lr_scheduler_type": choice(
-        "engine.optimizer.decay", constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine"
-    ),
-    "optim": optimizer, "report_to": loggers,
-    "gradient_checkpointing": choice("engine.recompute", true="full", false="none"),
+    "bf16": dtype("bfloat16"), "fp16": dtype("float16"),
+    "dtype": lambda value, _: same("model.dtype", value),
     "reward_funcs": rewards, "reward_weights": rewards,
-    "vllm_mode": choice("rollout.placement", colocate="colocated", server="separate"),
-    "output_dir": folder, "use_peft": nothing, "lora_r": if_lora("engine.lora.rank", int),
-    "lora_alpha": if_lora("engine.lora.alpha", float), "lora_dropout": if_lora("engine.lora.dropout", float),
-    "lora_target_modules": lambda value, given: lora_targets(value, given) if given.get("use_peft") else {},
-    "cast_lm_head_to_fp32": if_set("engine.head_dtype", "float32"),
-    "log_completions": nothing,
+    "output_dir": folder, "log_completions": read_with_another, "use_peft": read_with_another,
+    "lora_r": lambda value, given: {"engine.lora.rank": count(value)} if given.get("use_peft") else {},
 }  # fmt: skip
 
 
-def to_do(given: Given, keys: Given) -> list[str]:
-    """What no key says."""
-    lines = [
-        f"counted with {given.get(PROCESSES, 1)} processes of TRL's: write num_processes: N into its file where there were others"
+def to_do(given: Given) -> list[str]:
+    """Steps that are left to the user."""
+    of_reward = "name a reward, such as rollout.reward=math_verify; until then the start is refused"
+    return [
+        f"counted with {given.get(PROCESSES, 1)} processes of TRL's: write num_processes: N into its file if there were others",
+        "set data.chat_template: true where prompts are conversations, and data.answer_key to the answers' column",
+        *([] if given.get("reward_funcs") else [of_reward]),
     ]
-    lines += ["set data.chat_template: true where prompts are conversations, and data.answer_key to the answers' column"]
-    if not given.get("reward_funcs"):
-        lines.append("name a reward, such as rollout.reward=math_verify; until then the start is refused")
-    return lines + ([] if "run.steps" in keys else ["set run.steps = epochs x examples / data.batch_size"])

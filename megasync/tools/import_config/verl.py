@@ -1,32 +1,22 @@
-"""What the values of verl's PPO trainer mean (verl/trainer/config/ppo_trainer.yaml, January 2026). No torch in here."""
+"""Rules for values of verl's PPO trainer (verl/trainer/config/ppo_trainer.yaml, January 2026). No torch in here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megasync.tools.import_config.carried import (
-    Given,
-    NotCarriedError,
-    Rule,
-    choice,
-    loggers,
-    lora_targets,
-    nothing,
-    quotient,
-    same,
-    tokens,
-)
+from megasync.tools.import_config.carried import Given, NotCarriedError, Rule, count, quotient, read_with_another, same
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 OVERLONG, CORRECTION = "reward_model.reward_kwargs.overlong_buffer_cfg.", "algorithm.rollout_correction."
-AGGREGATIONS = {
-    "token_mean": "token_mean",
-    "seq_mean_token_mean": "sequence_mean",
-    "seq_mean_token_sum_norm": "constant_length",
-}
+READ_WITH_ANOTHER = (  # rules of other keys read these
+    "data.val_max_samples", *(f"{ROLLOUT}val_kwargs.{name}" for name in ("do_sample", "n", "temperature", "top_p", "top_k")),
+    f"{ACTOR}use_dynamic_bsz", f"{ACTOR}optim.total_training_steps", f"{ACTOR}megatron.use_distributed_optimizer",
+    f"{ACTOR}fsdp_config.strategy", f"{ROLLOUT}response_length", f"{ROLLOUT}prompt_length", "algorithm.norm_adv_by_std_in_grpo",
+    f"{CORRECTION}rollout_is_threshold", f"{OVERLONG}len", f"{OVERLONG}penalty_factor", "trainer.nnodes",
+)  # fmt: skip
 SET = "data.eval.val."  # the evaluation set that val_files becomes
-DEFAULTS: dict[str, Any] = {  # that are not ours, or that rules read
+DEFAULTS: dict[str, Any] = {  # verl's defaults that differ from megasync's, or that rules read
     "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512, "data.prompt_key": "prompt",
     "data.truncation": "error",
     f"{MODEL}enable_gradient_checkpointing": True,
@@ -46,7 +36,7 @@ def one_file(value: Any, _: Given) -> dict[str, Any]:
 
 
 def held_out(value: Any, given: Given) -> dict[str, Any]:
-    """verl takes greedy samples, one each, unless do_sample is set."""
+    """One evaluation set; verl evaluates with one greedy sample per prompt unless do_sample is set."""
     files = [value] if isinstance(value, str) else list(value or [])
     if len(files) != 1:
         raise NotCarriedError("write a set for each: data.eval: {NAME: {path: FILE}, ...}")
@@ -64,27 +54,27 @@ def too_long(_: Any, given: Given) -> dict[str, Any]:
     if given.get("data.filter_overlong_prompts"):
         return {"data.too_long": "drop"}
     if given["data.truncation"] != "error":
-        raise NotCarriedError("prompts are never cut; data.too_long=drop leaves out those that are too long")
+        raise NotCarriedError("prompts are never truncated; data.too_long=drop drops long ones")
     return {"data.too_long": "refuse"}
 
 
 def longest(value: Any, given: Given) -> dict[str, Any]:
-    return {"rollout.max_model_len": tokens(value) + tokens(given["data.max_response_length"])}
+    return {"rollout.max_model_len": count(value) + count(given["data.max_response_length"])}
 
 
 def microbatch(value: Any, given: Given) -> dict[str, Any]:
-    """Samples of full length a GPU, unless use_dynamic_bsz counts tokens."""
+    """verl's number of samples per GPU, at full length, as tokens; unless use_dynamic_bsz counts tokens."""
     if given.get(f"{ACTOR}use_dynamic_bsz") or value is None:
         return {}
     return {
-        "engine.tokens_per_microbatch": tokens(value) * longest(given["data.max_prompt_length"], given)["rollout.max_model_len"]
+        "engine.tokens_per_microbatch": count(value) * longest(given["data.max_prompt_length"], given)["rollout.max_model_len"]
     }
 
 
 def token_budget(value: Any, given: Given) -> dict[str, Any]:
-    """Ours is over all context ranks together."""
+    """verl's limit is per GPU, megasync's is over all context ranks together."""
     context = given.get(f"{ACTOR}ulysses_sequence_parallel_size") or 1
-    return {"engine.tokens_per_microbatch": tokens(value) * context} if given.get(f"{ACTOR}use_dynamic_bsz") else {}
+    return {"engine.tokens_per_microbatch": count(value) * context} if given.get(f"{ACTOR}use_dynamic_bsz") else {}
 
 
 def minibatches(value: Any, given: Given) -> dict[str, Any]:
@@ -114,12 +104,6 @@ def clip(_: Any, given: Given) -> dict[str, Any]:
     }
 
 
-def loss_mode(value: Any, _: Given) -> dict[str, Any]:
-    if value not in ("vanilla", "gspo"):
-        raise NotCarriedError("the policy loss is the clipped one, of tokens or (gspo) of sequences")
-    return {"algorithm.ratio_level": "sequence"} if value == "gspo" else {}
-
-
 def estimator(value: Any, given: Given) -> dict[str, Any]:
     if value not in ("grpo", "rloo"):
         raise NotCarriedError("advantages are those of a group: grpo, or rloo")
@@ -139,7 +123,7 @@ def importance(value: Any, given: Given) -> dict[str, Any]:
 
 
 def warmup(_: Any, given: Given) -> dict[str, Any]:
-    """verl's scheduler makes a step a batch, ours one an optimizer step."""
+    """verl's scheduler steps once per batch, megasync's once per optimizer step."""
     steps, share = given.get(f"{ACTOR}optim.lr_warmup_steps") or -1, given.get(f"{ACTOR}optim.lr_warmup_steps_ratio") or 0.0
     total = given.get("trainer.total_training_steps")
     if steps <= 0 and share and not total:
@@ -150,13 +134,13 @@ def warmup(_: Any, given: Given) -> dict[str, Any]:
 
 
 def reward(_: Any, given: Given) -> dict[str, Any]:
-    """As it is: a start refuses it, and says how it becomes one of ours."""
+    """The function's module and name; a start refuses it, and explains how to adapt it."""
     path, name = given.get("custom_reward_function.path"), given.get("custom_reward_function.name", "compute_score")
     return {"rollout.reward": f"{Path(str(path)).stem}:{name}"} if path else {}
 
 
 def replicas(_: Any, given: Given) -> dict[str, Any]:
-    gpus = tokens(given["trainer.nnodes"]) * tokens(given["trainer.n_gpus_per_node"])
+    gpus = count(given["trainer.nnodes"]) * count(given["trainer.n_gpus_per_node"])
     return {
         "rollout.replicas": quotient(gpus, given[f"{ROLLOUT}tensor_model_parallel_size"], "GPUs / tensor_model_parallel_size")
     }
@@ -175,98 +159,58 @@ def folder(value: Any, given: Given) -> dict[str, Any]:
     return {"run.dir": str(path.parent if path.name == given.get("trainer.experiment_name") else path)}
 
 
-def if_above_zero(key: str) -> Rule:
-    return lambda value, _: {key: max(0, tokens(value or 0))}
+def lowest_rate(value: Any, given: Given) -> dict[str, Any]:
+    return {"engine.optimizer.min_learning_rate": value * given.get(f"{ACTOR}optim.lr", 1e-6)} if value else {}
 
 
-def of_megatron(key: str) -> Rule:
-    return lambda value, given: {key: value} if given[f"{ACTOR}strategy"] == "megatron" and value is not None else {}
+def ulysses(value: Any, _: Given) -> dict[str, Any]:
+    return {"engine.parallel.context": value, "engine.parallel.context_attention": "ulysses"} if (value or 1) > 1 else {}
 
 
-def if_lora(key: str) -> Rule:
-    return lambda value, given: {key: float(value)} if given.get(f"{MODEL}lora_rank") else {}
+def engine_of_rollouts(value: Any, _: Given) -> dict[str, Any]:
+    if value != "vllm":
+        raise NotCarriedError("rollouts are always vLLM's")
+    return {}
+
+
+def of_megatron(axis: str) -> Rule:
+    """A rule for a size that counts only with verl's strategy megatron; sequence parallelism also needs tensor parallelism."""
+
+    def rule(value: Any, given: Given) -> dict[str, Any]:
+        is_split = axis != "sequence" or (given.get(f"{ACTOR}megatron.tensor_model_parallel_size") or 1) > 1
+        return {f"engine.parallel.{axis}": value} if given[f"{ACTOR}strategy"] == "megatron" and value and is_split else {}
+
+    return rule
 
 
 RULES: dict[str, Rule] = {
-    "data.prompt_key": same("data.prompt_key"), "data.shuffle": same("data.shuffle"),
-    f"{ACTOR}optim.weight_decay": same("engine.optimizer.weight_decay"),
-    **{
-        f"{ROLLOUT}{name}": same(f"rollout.{name}")
-        for name in ("temperature", "top_p", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager")
-    },
-    "data.train_files": one_file, "data.val_files": held_out, "data.val_max_samples": nothing,
+    "data.train_files": one_file, "data.val_files": held_out,
     "data.max_prompt_length": longest, "data.truncation": too_long, "data.filter_overlong_prompts": too_long,
-    **dict.fromkeys((f"{ROLLOUT}val_kwargs.{name}" for name in ("do_sample", "n", "temperature", "top_p", "top_k")), nothing),
-    f"{MODEL}enable_gradient_checkpointing": choice("engine.recompute", true="full", false="none"),
-    f"{MODEL}target_modules": lambda value, given: lora_targets(value, given) if given.get(f"{MODEL}lora_rank") else {},
-    f"{MODEL}lora_alpha": if_lora("engine.lora.alpha"),
-    f"{ACTOR}strategy": choice("engine.wrap", fsdp="megatron_fsdp", fsdp2="megatron_fsdp", megatron="ddp"),
     f"{ACTOR}ppo_mini_batch_size": minibatches, f"{ACTOR}ppo_micro_batch_size_per_gpu": microbatch,
-    f"{ACTOR}ppo_max_token_len_per_gpu": token_budget, f"{ACTOR}use_dynamic_bsz": nothing,
-    f"{ACTOR}ulysses_sequence_parallel_size": lambda value, _: (
-        {"engine.parallel.context": value, "engine.parallel.context_attention": "ulysses"} if (value or 1) > 1 else {}
-    ),
+    f"{ACTOR}ppo_max_token_len_per_gpu": token_budget,
+    f"{ACTOR}ulysses_sequence_parallel_size": ulysses,
     f"{ACTOR}use_kl_loss": kl, f"{ACTOR}kl_loss_coef": kl, f"{ACTOR}kl_loss_type": kl_kind,
     f"{ACTOR}clip_ratio": clip, f"{ACTOR}clip_ratio_low": clip, f"{ACTOR}clip_ratio_high": clip,
-    f"{ACTOR}loss_agg_mode": choice("algorithm.loss_aggregation", **AGGREGATIONS),
-    f"{ACTOR}policy_loss.loss_mode": loss_mode,
     f"{ACTOR}optim.betas": lambda value, _: {"engine.optimizer.beta1": value[0], "engine.optimizer.beta2": value[1]},
-    f"{ACTOR}optim.optimizer": choice("engine.optimizer.name", adamw="adam", adam="adam"),
     f"{ACTOR}optim.lr_warmup_steps": warmup, f"{ACTOR}optim.lr_warmup_steps_ratio": warmup,
-    f"{ACTOR}optim.total_training_steps": nothing,
-    f"{ACTOR}optim.min_lr_ratio": lambda value, given: (
-        {"engine.optimizer.min_learning_rate": value * given.get(f"{ACTOR}optim.lr", 1e-6)} if value else {}
-    ),
-    **dict.fromkeys(
-        (f"{ACTOR}optim.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")),
-        choice("engine.optimizer.decay", constant="constant", linear="linear", cosine="cosine", none=None),
-    ),
-    **{
-        f"{ACTOR}megatron.{name}": of_megatron(f"engine.parallel.{ours}")
-        for name, ours in (
-            ("tensor_model_parallel_size", "tensor"), ("pipeline_model_parallel_size", "pipeline"),
-            ("context_parallel_size", "context"), ("expert_model_parallel_size", "expert"),
-            ("virtual_pipeline_model_parallel_size", "virtual_pipeline"),
-        )
-    },
-    f"{ACTOR}megatron.sequence_parallel": lambda value, given: (
-        {"engine.parallel.sequence": True}
-        if value and (given.get(f"{ACTOR}megatron.tensor_model_parallel_size") or 1) > 1
-        else {}
-    ),
-    f"{ACTOR}megatron.use_distributed_optimizer": nothing,
-    f"{ACTOR}fsdp_config.strategy": nothing,
-    f"{ROLLOUT}enable_rollout_routing_replay": lambda value, _: {"algorithm.router_replay": "rollout"} if value else {},
-    f"{ACTOR}router_replay.mode": choice("algorithm.router_replay", disabled="off", r3="rollout"),
-    f"{ROLLOUT}top_k": if_above_zero("rollout.top_k"),
-    f"{ROLLOUT}name": lambda value, _: {} if value == "vllm" else _refuse("rollouts are always vLLM's"),
-    f"{ROLLOUT}response_length": nothing, f"{ROLLOUT}prompt_length": nothing,
-    f"{ROLLOUT}dtype": choice("model.dtype", bfloat16="bfloat16", float16="float16", float32="float32", half="float16"),
-    "actor_rollout_ref.hybrid_engine": lambda value, _: {"rollout.placement": "colocated"} if value else {},
-    "algorithm.adv_estimator": estimator, "algorithm.norm_adv_by_std_in_grpo": nothing,
-    f"{CORRECTION}rollout_is": importance, f"{CORRECTION}rollout_is_threshold": nothing,
-    "custom_reward_function.path": reward, "custom_reward_function.name": reward,
-    f"{OVERLONG}enable": overlong, f"{OVERLONG}len": nothing, f"{OVERLONG}penalty_factor": nothing,
-    "trainer.n_gpus_per_node": replicas, "trainer.nnodes": nothing,
-    "trainer.logger": loggers, "trainer.default_local_dir": folder,
-    "trainer.save_freq": if_above_zero("checkpoint.every_steps"),
-    "trainer.test_freq": if_above_zero("rollout.evaluate_every_steps"),
-    "trainer.resume_mode": choice("checkpoint.resume", auto="auto", disable="never"),
-    f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes": lambda value, _: {"sync.bucket_bytes": tokens(value) * 2**20},
+    f"{ACTOR}optim.min_lr_ratio": lowest_rate,
+    **{f"{ACTOR}megatron.{name}_model_parallel_size": of_megatron(name) for name in ("tensor", "pipeline", "expert")},
+    f"{ACTOR}megatron.context_parallel_size": of_megatron("context"),
+    f"{ACTOR}megatron.virtual_pipeline_model_parallel_size": of_megatron("virtual_pipeline"),
+    f"{ACTOR}megatron.sequence_parallel": of_megatron("sequence"),
+    f"{ROLLOUT}name": engine_of_rollouts, f"{ROLLOUT}dtype": lambda value, _: same("model.dtype", value),
+    "algorithm.adv_estimator": estimator, f"{CORRECTION}rollout_is": importance,
+    "custom_reward_function.path": reward, "custom_reward_function.name": reward, f"{OVERLONG}enable": overlong,
+    "trainer.n_gpus_per_node": replicas, "trainer.default_local_dir": folder,
+    **dict.fromkeys(READ_WITH_ANOTHER, read_with_another),
 }  # fmt: skip
 
 
-def _refuse(reason: str) -> dict[str, Any]:
-    raise NotCarriedError(reason)
-
-
-def to_do(given: Given, keys: Given) -> list[str]:
-    """What no key says."""
-    lines = [
-        f"start it with --nproc {given['trainer.n_gpus_per_node']} on each of the {given['trainer.nnodes']} nodes"
-    ]
+def to_do(given: Given) -> list[str]:
+    """Steps that are left to the user."""
+    lines = [f"start it with --nproc {given['trainer.n_gpus_per_node']} on each of the {given['trainer.nnodes']} nodes"]
     if not given.get("custom_reward_function.path"):
         lines.append(
             "verl chooses a reward by data_source: name one, such as rollout.reward=math_verify; until then the start is refused"
         )
-    return lines + ([] if "run.steps" in keys else ["set run.steps = epochs x examples / data.batch_size"])
+    return lines

@@ -1,0 +1,69 @@
+"""Which weights are compared, and how each side has them: a checkpoint of a run, or the model that it starts from.
+
+chosen = choose(Path("runs/rl"), scratch, step=None, overrides=[])
+chosen.served.model.path      # the replica's folder: whole, an adapter merged
+chosen.base, chosen.adapter   # the trainer's folders
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import GEMMA, LATENT_FAMILIES, MOE_FAMILIES, LoraConfig
+from megasync.config.errors import ConfigError, refuse_if
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.models.folder import check_model_folder, read_json_object
+from megasync.report.log import CONFIG_FILE
+from megasync.tools.export.command import checkpoints_of
+from megasync.tools.serving.source import ADAPTER, find_source, hold
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """`config` is the trainer's, `served` the replica's. `adapter`: a PEFT folder that the trainer adds to `base`."""
+
+    config: Config
+    served: Config
+    name: str
+    step: int
+    base: Path
+    adapter: Path | None = None
+
+
+def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> Chosen:
+    """`step`: None for the newest checkpoint, where there is none 0: the model that the run starts from.
+
+    Raises:
+        ConfigError: it is no run, it has no such weights, or the modules of the model's family are not known one by one.
+    """
+    refuse_if(not (run / CONFIG_FILE).is_file(), f"{run}: is no run: it holds no {CONFIG_FILE}", remedy="name a run's folder")
+    config, checkpoints = load_config(run / CONFIG_FILE, overrides), checkpoints_of(run)
+    step = max(checkpoints, default=0) if step is None else step
+    has_adapter = step in checkpoints and (checkpoints[step] / ADAPTER).is_dir()
+    refuse_if(
+        step and not has_adapter and any(each.startswith("model.path=") for each in overrides),
+        f"model.path = {config.model.path}: the weights are those of {run}, step {step}",
+        remedy="leave it out, or compare the model that the run starts from by --step 0",
+    )
+    adapter = hold(checkpoints[step] / ADAPTER, scratch, run) if has_adapter else None
+    source = find_source(run, scratch, step, overrides)
+    base = Path(config.model.path if adapter else source.config.model.path)
+    check_model_folder(base)
+    check_family(base)
+    if adapter is None:
+        model = config.model.model_copy(update={"path": str(base)})  # where the run had its model may be gone by now
+        engine = config.engine.model_copy(update={"lora": LoraConfig()})
+        config = config.model_copy(update={"model": model, "engine": engine})
+    return Chosen(config, source.config, source.name, step, base, adapter)
+
+
+def check_family(folder: Path) -> None:
+    family = read_json_object(folder / "config.json").get("model_type")
+    if family in (*MOE_FAMILIES, *LATENT_FAMILIES, GEMMA):
+        raise ConfigError(
+            f"{folder}: model_type = {family!r}: its modules are not followed one by one",
+            choices="llama, mistral, qwen2, qwen3",
+            remedy="compare another model; sync.verify=readback compares the weights of any",
+        )

@@ -1,0 +1,62 @@
+"""Limits and disks of this machine. Leaves out shared memory (launch/machine.py). No torch in here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from engine.config import DTYPE_BYTES
+from megasync.config.schema import Config
+from megasync.launch.machine import Finding, gib
+from megasync.tools.plan import version_log
+
+MIN_OPEN_FILES, GOOD_OPEN_FILES = 1024, 4096  # Ray warns below the second (ray/_private/services.py)
+SAVED_BYTES = 12  # of a parameter, in a checkpoint beside the weights: Adam's two moments and the main weight, float32
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """RLIMIT_NOFILE; -1: no limit."""
+    seen = f"at most {soft}: Ray and vLLM need more sockets for several replicas"
+    can_raise = hard < 0 or hard >= GOOD_OPEN_FILES
+    remedy = f"ulimit -n {min(hard, 2**16) if hard >= 0 else 2**16}" if can_raise else "docker: --ulimit nofile=65536"
+    if 0 <= soft < GOOD_OPEN_FILES:
+        return Finding("open files", "error" if soft < MIN_OPEN_FILES else "warning", seen, remedy)
+    return Finding("open files", "ok", f"at most {soft}" if soft >= 0 else "no limit")
+
+
+def disk_bytes(config: Config, parameters: int) -> int:
+    """Checkpoints that are kept and one that is being written, the exported folder, the log of versions.
+
+    `parameters`: of the model. Checkpoints of adapters are small and not counted.
+    """
+    weights, every = parameters * DTYPE_BYTES[config.model.dtype], config.checkpoint.every_steps
+    needed = weights if config.run.export_hf else 0
+    if not config.engine.lora.rank:
+        kept = min(config.checkpoint.keep + 1, -(-config.run.steps // every)) if every else 0
+        needed += kept * (weights + parameters * SAVED_BYTES)
+        needed += weights if config.checkpoint.resume == "newest_weights" else 0  # rebuilt at the start (run/checkpoints.py)
+    return needed + version_log.disk_bytes(config, parameters)
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files in a folder and its folders."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total
+
+
+def check_disk(folder: Path, free: int, needed: int) -> Finding:
+    """`needed`: bytes that the run will add to its folder."""
+    seen = f"{gib(free)} free for {folder}, a run needs {gib(max(0, needed))}"
+    remedy = "write run.dir=FOLDER on another disk, a lower checkpoint.keep or sync.log_keep, or delete former runs"
+    return Finding("disk", "error", seen, remedy) if free < needed else Finding("disk", "ok", seen)
+
+
+def check_run_folder(folder: Path, holder: str | None) -> Finding:
+    """`holder`: who has its lock, None for nobody. Whether it can be written, the config's check says."""
+    if holder is None:
+        return Finding("run folder", "ok", f"{folder}, which no run uses")
+    remedy = "wait for its end, end it, or write run.name=NAME for another run"
+    return Finding("run folder", "error", f"{folder}: used by a run: {holder}", remedy)

@@ -1,0 +1,129 @@
+"""Bytes of one vLLM worker by part, and the tokens that its KV cache holds. Pure functions; no torch in here.
+
+vLLM takes rollout.gpu_memory_utilization of a GPU, and the part without weights and working memory becomes the KV cache, unless
+rollout.kv_cache_bytes sets its size. Leaves out the trainer, which may share the GPU (make.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import DTYPE_BYTES
+from megasync.config.schema import Config
+from megasync.models.model_shape import ModelShape
+from megasync.tools.plan.hardware import GIB, Hardware, num_bytes
+
+BATCHED_TOKENS = 2048  # vllm/config/scheduler.py: max_num_batched_tokens of an engine that is neither LLM's nor a server's
+CPU_BATCHED_TOKENS = 8192  # host_cpu_worker in measured.json was measured with it
+CPU_CACHE_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE of launch/setup.sh
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """In bytes."""
+
+    parts: dict[str, int]
+    cache_tokens: int  # of all its sequences together
+    asleep: int  # stays on the GPU while a trainer that shares it trains
+    host: int = 0  # of a worker on a CPU: the whole process
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def worker_memory(
+    config: Config, shape: ModelShape, num_parameters: int, hardware: Hardware, sent_bytes: int | None = None
+) -> WorkerMemory:
+    """`num_parameters`: of the whole model, tied embeddings once; `sent_bytes`: of a sync, None: that of all weights."""
+    rollout = config.rollout
+    whole = num_parameters * DTYPE_BYTES[config.model.dtype]
+    weights = whole // rollout.tensor_parallel
+    sent = whole if sent_bytes is None else sent_bytes
+    buckets = 0 if rollout.is_colocated else 2 * min(config.sync.bucket_bytes, sent)
+    if hardware.is_cpu:
+        return _on_cpu(config, shape, weights, buckets, sent)
+    parts = {"weights": weights, "KV cache": 0, "sampling state": _sampling_state(config, shape)}
+    parts |= {"working memory": _working_memory(config, shape), "kernels": num_bytes("kernels")}
+    graphs = 0 if rollout.enforce_eager else _graphs(config, shape)
+    cache = rollout.kv_cache_bytes
+    if cache is None:
+        within = sum(parts.values()) + (0 if _uses_second_runner(shape) else graphs)
+        cache = int(rollout.gpu_memory_utilization * hardware.memory_bytes) - within
+    groups = (rollout.tensor_parallel > 1) + (not rollout.is_colocated)  # of several GPUs: its workers; trainer and workers
+    outside = num_bytes("context") + groups * num_bytes("nccl")
+    parts |= {"KV cache": cache, "CUDA graphs": graphs, "sync buckets": buckets, "CUDA context, NCCL": outside}
+    shown = {name: size for name, size in parts.items() if size}
+    asleep = outside + parts["kernels"] + graphs + parts["sampling state"]
+    return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), asleep)
+
+
+def _uses_second_runner(shape: ModelShape) -> bool:
+    """Of vLLM's two model runners (vllm/config/vllm.py:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, 0.26). It ignores CUDA graphs
+    when it sizes the cache (v1/worker/gpu/model_runner.py:profile_cudagraph_memory); the first one does not.
+    """
+    return not shape.num_experts or shape.model_type == "qwen2_moe"
+
+
+def _sampling_state(config: Config, shape: ModelShape) -> int:
+    """The second runner counts the tokens of each sequence (v1/worker/gpu/sample/penalties.py)."""
+    per_token = 4 + 4 / 32 if _uses_second_runner(shape) else 0
+    return int(config.rollout.max_num_seqs * shape.vocab_size * per_token)
+
+
+def _working_memory(config: Config, shape: ModelShape) -> int:
+    """Of the profiling pass: over the most tokens that a step takes, and the logits of all sequences.
+
+    Logits are the model's and float32 ones; the first runner also has their log-probs, probabilities and random numbers. Buffers
+    of top-k and top-p have rows for up to 128 sequences (v1/sample/ops/topk_topp_triton.py).
+    """
+    rollout, item = config.rollout, DTYPE_BYTES[config.model.dtype]
+    per_logit = item + (4 if _uses_second_runner(shape) else 16)
+    logits = shape.vocab_size * (rollout.max_num_seqs * per_logit + min(rollout.max_num_seqs, 128) * 4)
+    return _activations(config, shape) + logits + num_bytes("worker_workspaces")
+
+
+def _activations(config: Config, shape: ModelShape) -> int:
+    """Of the widest part of a layer: the MLP's, before and after its activation function, or those of a token's experts."""
+    rollout = config.rollout
+    limit = int(rollout.engine_arguments.get("max_num_batched_tokens", BATCHED_TOKENS))
+    rows = min(limit, rollout.max_num_seqs * (rollout.max_model_len or limit))
+    width = 3 * shape.intermediate_size // rollout.tensor_parallel
+    if shape.num_experts:
+        expert = shape.moe_intermediate_size // rollout.tensor_parallel
+        width = shape.num_experts_per_tok * (max(2 * expert, shape.hidden_size) + expert)
+    return rows * (width + 3 * shape.hidden_size) * DTYPE_BYTES[config.model.dtype]
+
+
+def _graphs(config: Config, shape: ModelShape) -> int:
+    """The driver's memory of each graph, and their pool of tensors."""
+    largest = min(512, 2 * config.rollout.max_num_seqs)  # vllm/config/vllm.py:_set_cudagraph_sizes
+    few, some, many = (1, 2, 4), range(8, min(largest + 1, 256), 8), range(256, largest + 1, 16)
+    sizes = sum(size <= largest for size in few) + len(some) + len(many)
+    return sizes * shape.num_hidden_layers * num_bytes("graph_layer") + _activations(config, shape) + num_bytes("graph_pool")
+
+
+def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int, sent: int) -> WorkerMemory:
+    rollout, item = config.rollout, DTYPE_BYTES[config.model.dtype]
+    rows = min(CPU_BATCHED_TOKENS, rollout.max_num_seqs * (rollout.max_model_len or CPU_BATCHED_TOKENS))
+    width = 2 * max(shape.intermediate_size, shape.moe_intermediate_size * max(1, shape.num_experts_per_tok))
+    working = rows * (width // rollout.tensor_parallel + 4 * shape.hidden_size) * item
+    working += rollout.max_num_seqs * shape.vocab_size * 8  # float32 logits, and their log-probs
+    cache = rollout.kv_cache_bytes or CPU_CACHE_BYTES
+    parts = {"weights": weights, "KV cache": cache, "working memory": working, "sync buckets": buckets}
+    parts |= {"largest tensor of a sync": min(sent, shape.vocab_size * shape.hidden_size * item)}  # assembled from buckets
+    shown = {name: size for name, size in parts.items() if size}
+    host = sum(parts.values()) + num_bytes("host_cpu_worker")
+    return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), 0, host)
+
+
+def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """On one worker."""
+    numbers = shape.num_hidden_layers * shape.cached_numbers(config.rollout.tensor_parallel)
+    return int(numbers * DTYPE_BYTES[config.model.dtype])
+
+
+def running_at_once(config: Config, worker: WorkerMemory, mean_tokens: float) -> int:
+    """Samples of one replica that decode at the same time, at three quarters of their length on average."""
+    by_cache = max(0, worker.cache_tokens) / max(1.0, mean_tokens * 0.75)
+    return max(1, min(config.rollout.max_num_seqs, int(by_cache)))

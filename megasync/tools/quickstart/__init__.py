@@ -1,0 +1,4 @@
+"""Model, data, warm-up and RL in one command: `megasync quickstart`.
+
+command.py  the command
+"""

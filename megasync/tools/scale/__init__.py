@@ -1,0 +1,4 @@
+"""Changes the number of replicas of an active run: `megasync scale`.
+
+command.py  the command
+"""

@@ -1,0 +1,73 @@
+"""Which tokens of a record are compared with the trainer's, and what is counted. With a run: tests/runs/test_exact_runs.py.
+
+python -m pytest tests/megasync/tools/replay/test_scored.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.generation import Completion, GenerationRequest
+from megasync.config.schema import Config
+from megasync.episodes.segments import Branch
+from megasync.episodes.task import EpisodeResult
+from megasync.rollouts.records import RecordedGroup
+from megasync.tools.replay import scored
+
+REQUEST = GenerationRequest(prompt_ids=(5, 6, 7))
+
+
+def of_response(versions: list[int], *, recomputes: bool) -> list[scored.Recorded]:
+    size = len(versions)
+    done = Completion(np.arange(size, dtype=np.int32), np.full(size, -0.5, np.float32), np.array(versions, np.int32), "stop")
+    group = RecordedGroup(4, REQUEST, {1: done}, {1: 0.0})
+    return scored.pieces_of({(4, 1): group}, config_of(recomputes=recomputes))
+
+
+def config_of(*, recomputes: bool) -> Config:
+    return Config.model_validate({"rollout": {"cache_on_update": "recompute" if recomputes else "keep"}})
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20).map(sorted), st.booleans(), st.sets(st.integers(0, 3)))
+def test_every_sampled_token_is_verified_once_or_left_out(versions: list[int], recomputes: bool, there: set[int]) -> None:
+    sequences = of_response(versions, recomputes=recomputes)
+    found = scored.result_of(1, 1, sequences)
+    for version in sorted(there):
+        for each in sequences:
+            found.add(version, each, np.full(len(versions), -0.5, np.float32))
+    found.leave_out(there)
+    assert found.compared_tokens + found.later_tokens + sum(found.without_weights.values()) == found.tokens == len(versions)
+    assert found.differing_tokens == 0 == found.largest_gap and not (recomputes and found.later_tokens)
+    assert recomputes or found.later_tokens == sum(version != versions[0] for version in versions)
+
+
+def test_a_token_that_differs_is_named() -> None:
+    (sequence,) = of_response([2, 2, 3, 3], recomputes=True)
+    found = scored.result_of(7, 1, [sequence])
+    found.add(2, sequence, np.array([-0.5, -0.5, -9.0, -9.0], np.float32))
+    assert (found.compared_tokens, found.differing_tokens) == (2, 0), "tokens of other versions are not this one's"
+    found.add(3, sequence, np.array([-9.0, -9.0, -0.5, np.nextafter(np.float32(-0.5), np.float32(0))], np.float32))
+    assert (found.compared_tokens, found.differing_tokens) == (4, 1) and 0 < found.largest_gap < 1e-7
+    assert found.first == "episode 4/1, token 4: replica -0.5, trainer -0.49999997"
+    assert scored.total([found]).startswith("all: 4 tokens compared: 1 differ;")
+
+
+def test_where_nothing_was_compared_there_is_no_gap() -> None:
+    found = scored.result_of(7, 1, of_response([2, 2], recomputes=False))
+    found.leave_out([3])
+    assert found.lines(str) == ["step 7: 1 episodes, 0 of 2 tokens compared"] and found.without_weights == {2: 2}
+
+
+def test_given_tokens_of_an_episode_are_not_compared() -> None:
+    mask = np.array([False, False, True, False, True])
+    branch = Branch(np.arange(5), 2, mask, np.where(mask, -1.0, 0.0), np.full(5, 3))
+    group = RecordedGroup(0, REQUEST, {0: EpisodeResult((branch,), 1.0)}, {0: 1.0})
+    (sequence,) = scored.pieces_of({(0, 0): group}, config_of(recomputes=False))
+    assert sequence.of(3).tolist() == [True, False, True]
+    found = scored.result_of(1, 1, [sequence])
+    assert found.tokens_by_version == {3: 2}
+    found.add(3, sequence, np.array([-1.0, -7.0, -1.0], np.float32))
+    assert (found.tokens, found.compared_tokens, found.differing_tokens) == (2, 2, 0)
