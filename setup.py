@@ -7,6 +7,7 @@ versions that were tried. launch/setup.sh installs the locks themselves.
 from setuptools import find_packages, setup
 
 LIGHT = [
+    "markupsafe>=2.1,<4",
     *("jinja2>=3.1,<4", "numpy>=2.1,<3", "omegaconf>=2.3,<3", "psutil>=6,<8", "pyarrow>=20", "pydantic>=2.11,<3", "pyyaml>=6,<7"),
     "packaging>=24",
     *("pydantic-core>=2.33,<3", "rich>=13", "safetensors>=0.6,<1", "setuptools>=70.1", "tokenizers>=0.22,<1"),
@@ -23,7 +24,7 @@ LANES = {
     "gpu": ["torch>=2.11,<2.12", "triton>=3.6,<4", "vllm>=0.26,<0.27"],
 }
 LOGGERS = {"wandb": ["wandb>=0.31,<1"], "trackio": ["trackio>=0.43,<1"]}  # those that run.loggers may name
-CLIENTS = {"agents": ["anthropic>=2.11,<3", "openai>=3.52,<4"]}  # of programs that play episodes (megasync/examples/clients.py)
+CLIENTS = {"agents": ["anthropic>=2.11,<3", "openai>=3.52,<4"]}  # of programs that play episodes (examples/clients.py)
 TESTS = [
     *("datasets>=5,<6", "hypothesis>=6.100,<7", "mypy>=2.4,<3", "ruff>=0.17,<0.18"),
     *("pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4"),
@@ -40,9 +41,9 @@ setup(
     packages=[*find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
-        "megasync.planning": ["measured.json"],
-        "megasync.bench.equivalence": ["tables.yaml"],
-        "megasync.bench.nodes": ["simulated.yaml"],
+        "megasync.tools.plan": ["measured.json"],
+        "megasync.report": ["metrics.yaml"],
+        "megasync.report.html": ["page.html", "report.css", "report.js"],
         **{package: ["*"] for package in SHIPPED},
     },
     install_requires=LIGHT,

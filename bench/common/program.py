@@ -1,0 +1,49 @@
+"""What every program of worker.py is: something that measures, and keeps what it has.
+
+Leaves out replicas (one_replica.py, rank.py).
+
+Without Ray, so that the memory of what trains alone is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.config import BenchRoot
+from megasync.config.files import write_atomically
+
+Measured = dict[str, Any]
+
+
+class Program(ABC):
+    """`ends` takes down what is started. Of several ranks the first alone writes and speaks."""
+
+    def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
+        self.config, self.results_path, self.ends = config, results_path, ends
+        self.is_first = os.environ.get("RANK", "0") == "0"
+
+    def start(self) -> None:  # noqa: B027 # many start with nothing
+        """What takes part in the measuring, before `run`."""
+
+    @abstractmethod
+    def run(self) -> Measured:
+        """Measure; on the first rank what report.py takes."""
+
+    def keep(self, results: Measured, *, is_complete: bool) -> None:
+        """Write what was measured so far."""
+        if self.is_first:
+            write_atomically(self.results_path, json.dumps({**results, "is_complete": is_complete}))
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def random_weights(self) -> dict[str, object]:
+        """vLLM's arguments for a model that has no others."""
+        return {} if self.config.bench.shapes == "none" else {"load_format": "dummy"}

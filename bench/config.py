@@ -1,0 +1,137 @@
+"""The keys of `bench`, `bench_train` and `bench_equivalence`, beside those of a run. No torch in here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from engine.config import OneOrMore, Section
+from megasync.config.schema import Config
+
+Method = Literal["floor", "stream", "unverified", "packed", "mbridge packed", "per_tensor", "disk", "lora merged", "lora adapter"]
+METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py says what they are
+NEED_GPUS = ("packed", "mbridge packed")
+CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # those that `all` stands for there
+GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))
+ShapeName = Literal["135m", "3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]
+SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/models/model_shape.py
+
+
+class BenchConfig(Section):
+    """What `python -m bench sync` and `rollout` measure."""
+
+    num_ranks: PositiveInt = 2
+    """Trainer ranks."""
+    rounds: PositiveInt = 5
+    """Measured, after one that warms up."""
+    methods: Annotated[tuple[Literal["all", Method], ...], *OneOrMore] = ("all",)
+    """sync: how weights are brought over; stream is always among them, and what this machine or config does not allow never."""
+    update: Literal["step", "negate"] = "step"
+    """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
+    shapes: Literal["none", ShapeName] = "none"
+    """Where model.path is empty: random weights of these shapes, without files of them; none: a Qwen3 of the sizes below."""
+    hidden_size: PositiveInt = 768
+    intermediate_size: PositiveInt = 2048
+    num_layers: PositiveInt = 12
+    num_heads: PositiveInt = 12
+    num_kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    vocabulary_size: PositiveInt = 32768
+    lora_rank: NonNegativeInt = 32
+    """Of the adapters of the methods `lora merged` and `lora adapter`, on all linears; 0: without them, and rollout compares a
+    replica with vLLM's own offline generation."""
+    num_prompts: PositiveInt = 16
+    """rollout: of random tokens, one response each."""
+    prompt_tokens: PositiveInt = 16
+    """rollout: tokens of each prompt."""
+    median_tokens: PositiveInt | None = None
+    """rollout: lengths of responses are lognormal around it, at most rollout.max_new_tokens; null: all have that length."""
+
+
+class Variant(NamedTuple):
+    """One way to train."""
+
+    wrap: str
+    fusions: bool = True  # as engine.fusions says; else none
+    kernels: bool = True  # as engine.kernels says; else torch
+    dot_product: bool = False  # megatron-core's DotProductAttention, all activations recomputed: else it does not fit
+
+
+VariantName = Literal[
+    "ddp",
+    "megatron_fsdp",
+    "ddp_no_fusions",
+    "megatron_fsdp_no_fusions",
+    "ddp_dot_product",
+    "megatron_fsdp_dot_product",
+    "ddp_torch_kernels",
+    "megatron_fsdp_torch_kernels",
+]
+VARIANTS = {
+    name: Variant(
+        "megatron_fsdp" if name.startswith("megatron_fsdp") else "ddp",
+        fusions=not name.endswith("_no_fusions"),
+        kernels=not name.endswith("_torch_kernels"),
+        dot_product=name.endswith("_dot_product"),
+    )
+    for name in get_args(VariantName)
+}
+NoneOrVariants = Annotated[tuple[Literal["none", VariantName], ...], *OneOrMore]
+
+
+class TrainBenchConfig(Section):
+    """What `python -m bench train` measures."""
+
+    shapes: ShapeName = "3b"
+    """Of the random model, where model.path is empty."""
+    num_ranks: PositiveInt = 2
+    """Trainer ranks."""
+    steps: PositiveInt = 4
+    """Measured steps."""
+    warm_up_steps: NonNegativeInt = 2
+    """Steps before them, in which kernels are compiled."""
+    num_microbatches: PositiveInt = 4
+    """Micro-batches of each data-parallel rank in a step."""
+    num_sequences: PositiveInt = 4
+    """Sequences packed into a micro-batch."""
+    sequence_length: Annotated[int, Field(ge=2)] = 2048
+    """Tokens of each sequence."""
+    variants: Annotated[tuple[VariantName, ...], *OneOrMore] = get_args(VariantName)[:5]
+    """Measured one after another."""
+    variant_seconds: PositiveFloat = 300.0
+    """A variant that takes longer is ended."""
+    profile: NoneOrVariants = ("none",)
+    """Variants that, with CUDA, take one more step to see which kernels take longest."""
+    offload: NoneOrVariants = ("none",)
+    """Variants whose state is moved to host memory and back at the end, and timed."""
+
+
+Names = Annotated[tuple[str, ...], *OneOrMore]
+
+
+class EquivalenceBenchConfig(Section):
+    """What `python -m bench equivalence` compares with one rank, with transformers and with vLLM."""
+
+    families: Names = ("all",)
+    """Values of `model_type` in config.json; all: every one that the engine trains."""
+    layouts: Names = ("all",)
+    """Names of layouts (bench/equivalence/tables.yaml); all: every one."""
+    wraps: Names = ("all",)
+    """Values of engine.wrap; all: every one."""
+    steps: PositiveInt = 10
+    """Optimizer steps of each case."""
+    micro_batches: PositiveInt = 4
+    """Of each data-parallel rank in a step."""
+    vllm: Names = ("all",)
+    """Of the families those whose weights are read back from vLLM, in one layout under every wrap; all: every one; none: none."""
+    case_seconds: PositiveFloat = 180.0
+    """A case that takes longer is ended and counts as failed."""
+
+
+class BenchRoot(Config):
+    """A run's config with what the benches add."""
+
+    bench: BenchConfig = BenchConfig()
+    bench_train: TrainBenchConfig = TrainBenchConfig()
+    bench_equivalence: EquivalenceBenchConfig = EquivalenceBenchConfig()

@@ -1,6 +1,0 @@
-"""`python -m megasync.bench sync`: our weight sync beside other methods, in one run.
-
-methods.py  the methods, which take turns; time, memory, and whether vLLM holds the trainer's weights
-report.py   medians, ratios, the figures that are aimed at, and their tables
-picture.py  the same as an image
-"""

@@ -1,7 +1,0 @@
-"""`python -m megasync.bench train`: training speed and memory of several variants.
-
-variants.py  starts the ranks of one variant after another, and their table
-rank.py      what each rank does
-flops.py     what a step costs by the sizes of a model
-prefixes.py  what packing shared prefixes once would bring
-"""
