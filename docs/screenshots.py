@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megasync.reporting.page import write_comparison
+from megasync.report.page import write_comparison
 
 IMAGES = Path(__file__).parent / "images"
 LIGHT, DARK = "--blink-settings=preferredColorScheme=1", "--blink-settings=preferredColorScheme=0"
