@@ -6,10 +6,12 @@ import atexit
 import functools
 import gc
 import importlib.metadata
+import json
 import os
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",  # stays after a run
-    "MEGASYNC_TIMED_CALLS": f"{tempfile.gettempdir()}/megasync_timed_{os.getuid()}/calls.json",  # so does this
 }
-Path(ENVIRONMENT["MEGASYNC_TIMED_CALLS"]).parent.mkdir(exist_ok=True)
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 STARTUP = str(ROOT / "tests" / "startup")
@@ -38,37 +38,47 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-# workers take whole files (launch/test.sh): the longest first, so that all end at about the same time
-LONGEST_FIRST = (
-    *("test_nodes", "test_train", "test_unsteady_run", "test_bench", "test_submit", "test_sync_trainer", "test_real_model"),
-    *("test_episode_runs", "test_life", "test_stream_vllm", "test_engine", "test_objectives", "test_lora", "test_experts"),
-    *("test_killed_episodes", "test_scale", "test_newest_weights", "test_stop"),
-    *("test_faults", "test_exact_runs", "test_steps", "test_sync_vllm", "test_sync_workers", "test_reward_pool", "test_context"),
-    *("test_template", "test_families", "test_float16", "test_python_tool", "test_router", "test_overrides", "test_bisect"),
-    *("test_generation_vllm", "test_plan_vllm", "test_resume", "test_checkpoint", "test_unshard", "test_upstream"),
-    *("test_quickstart_assets", "test_heartbeat", "test_batch", "test_bench_train", "test_equivalence"),
-    *("test_config_check", "test_vllm_contract", "test_group_transport", "test_rank_zero", "test_stream_units"),
-)
-VLLM_ON_CPU = {
-    *("test_train", "test_sync_vllm", "test_sync_trainer", "test_bench", "test_plan_vllm", "test_stream_vllm"),
-    *("test_generation_vllm", "test_faults", "test_real_model", "test_episode_runs", "test_nodes", "test_bisect"),
-    *("test_exact_runs", "test_exact_layers", "test_unsteady_run", "test_sync_workers"),
-    *("test_killed_episodes", "test_scale", "test_newest_weights", "test_stop"),
-}
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file, as --record-durations writes them
 # how long an example takes says nothing on a busy machine; a test may want fewer of them
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run tests marked `long`, too")
+    parser.addoption("--record-durations", action="store_true", help="write the seconds of each file into tests/durations.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests that are not marked gpu see no GPU."""
     if config.option.markexpr in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.option.record_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(DurationRecorder())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+class DurationRecorder:
+    """Sums the seconds of each file and writes them at the end; in the process that starts the workers."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        rounded = {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())}
+        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers take whole files (launch/test.sh): the longest first, so that all end at about the same time."""
+    if not config.option.all and not any(".py" in argument for argument in config.args):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
     for item in items:
         if reason := _cannot_run(item):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -81,7 +91,7 @@ def _cannot_run(item: pytest.Item) -> str:
     if marker := item.get_closest_marker("gpu"):
         needed, there = (*marker.args, 1)[0], len(visible_devices())
         return f"needs {needed} GPUs, {there} are visible" if there < needed else ""
-    starts_vllm = item.path.stem in VLLM_ON_CPU
+    starts_vllm = item.get_closest_marker("vllm_on_cpu")
     return "starts vLLM on the CPU, and the one here is built for GPUs" if starts_vllm and not _is_cpu_vllm() else ""
 
 

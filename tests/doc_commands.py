@@ -2,7 +2,7 @@
 
     python -m tests.doc_commands                  # what there is, and what each command needs
     python -m tests.doc_commands --run FOLDER     # in a new clone of this repository at FOLDER: those that a CPU can run
-    python -m tests.doc_commands --run FOLDER --only evaluate.md
+    python -m tests.doc_commands --run FOLDER --only tools.md
 
 A page's commands run in the order in which they stand, in one clone for all pages, with what is there in the place of
 PLACEHOLDERS and FILES. What a command's comment says pip is to install is installed before it. What is not run is named with its
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST = ("README.md", "docs/running.md", "docs/report.md", "docs/evaluate.md", "docs/doctor.md", "docs/plan.md")
+FIRST = ("README.md", "docs/running.md", "docs/tools.md")
 ELSEWHERE = ("docs/your_own.md",)  # tests/test_your_own.py
 BLOCKS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACEHOLDERS = {
@@ -37,15 +37,13 @@ FILES = {"test.jsonl": "smollm2/held_out.jsonl", "prompts.jsonl": "smollm2/held_
 NUM_LINES = 16
 # Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
-    r"^docs/bench/(gpus|doc_commands_gpu|peers/run)\.sh": "needs a GPU",
-    r"^docs/bench/nodes\.sh": "takes an hour, as root",
+    r"^(bench/gpus|tests/doc_commands_gpu|bench/peers/run)\.sh": "needs a GPU",
     r"-m gpu\b": "needs GPUs",
     r"^megasync train configs/smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
     r"runs/smollm2|--compare runs/grpo-gpu": "needs the run on a GPU before it",
-    r"staleness_accuracy\.py": "needs run folders of a GPU",
     r"configs/bench_(train|episodes)\.yaml": "needs a GPU",
     r"configs/agents_smollm2\.yaml": "needs a GPU; the first lines of the config say what to add on a CPU",
-    r"^\./launch/test\.sh$": "it is the suite itself",
+    r"^\./launch/test\.sh( --all)?$": "it is the suite itself",
     r"-m tests\.|^MEGASYNC_\w+=\w+(,\w+)* python -m pytest": "takes half an hour to hours",
     r"torchrun_nodes\.sh|^touch runs/NAME": "needs several nodes",
     r"^megasync scale runs/NAME": "needs a run that goes on",

@@ -1,4 +1,4 @@
-"""The documents' commands that need a GPU, on such: docs/bench/doc_commands_gpu.sh makes what this needs and calls it.
+"""The documents' commands that need a GPU, on such: tests/doc_commands_gpu.sh makes what this needs and calls it.
 
     python -m tests.doc_commands_gpu OUT [--seconds 240] [--beside 5] [key=value ...]
     python -m tests.doc_commands_gpu OUT --as-written [--others REGEX] [--seconds 1200]
@@ -38,7 +38,7 @@ NUM_STEPS = 8
 SMALL = "rollout.gpu_memory_utilization=0.1 rollout.kv_cache_bytes=4GiB rollout.enforce_eager=true"
 IN_TURNS = "rollout.placement=colocated rollout.max_staleness=0 rollout.on_update=drain"
 SHORT = f"run.steps={NUM_STEPS} data.batch_size=16 rollout.evaluate_every_steps=4 checkpoint.every_steps=4"
-LOGGED = {"megasync train configs/smollm2.yaml": "megasync train configs/smollm2.yaml sync.log=deltas"}  # for docs/bisect.md
+LOGGED = {"megasync train configs/smollm2.yaml": "megasync train configs/smollm2.yaml sync.log=deltas"}  # for docs/verify.md
 FEWER = {
     "megasync train configs/smollm2.yaml": f"megasync train configs/smollm2.yaml sync.log=deltas {SHORT} {IN_TURNS} {SMALL}",
     "--step 50": "--step 4",
@@ -130,7 +130,7 @@ def main() -> int:
     given = parser.parse_intermixed_args()
     given.to.mkdir(parents=True, exist_ok=True)
     if Path("runs").exists():
-        parser.error(f"{Path.cwd()}: not fresh, runs/ is there; docs/bench/doc_commands_gpu.sh makes a copy")
+        parser.error(f"{Path.cwd()}: not fresh, runs/ is there; tests/doc_commands_gpu.sh makes a copy")
     runner = Runner(given.to.resolve(), given.seconds, given.limit, given.overrides, as_written=given.as_written)
     commands = list(dict.fromkeys(collect()))
     if given.others:

@@ -85,7 +85,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rollout.record": ("all", "none"),
     "rollout.evaluate_every_steps": (1, 2),
     "rollout.evaluate_at_start": (False,),
-    "rollout.episode": ("megasync.examples.calculator:episode",),
+    "rollout.episode": ("examples.calculator:episode",),
     "rollout.episode_placement": ("cluster",),
     "rollout.episode_max_turns": (2,),
     "rollout.episode_on_failure": ("zero", "drop"),

@@ -171,7 +171,7 @@ def hit(source: random.Random, kind: str, run: Run) -> None:
         engines = [each for each in processes_with(run.marker) if "EngineCore" in " ".join(each.cmdline())]
         source.choice(engines).send_signal(number)
     elif kind in OF_EPISODES:
-        keepers = [each for each in processes_with(run.marker) if "megasync.episodes.keeper" in " ".join(each.cmdline())]
+        keepers = [each for each in processes_with(run.marker) if "megasync.workers.subreaper" in " ".join(each.cmdline())]
         inner = [each for each in keepers if each.parent() in keepers]  # the process was forked from its keeper
         source.choice(inner if kind == "episodes" else [each for each in keepers if each not in inner]).kill()
     else:
@@ -201,16 +201,16 @@ def process(source: random.Random, config: Path, choice: Choice, *, is_last: boo
 
 def reward_of(line: dict[str, Any], choice: Choice) -> float:
     """What it has to be."""
-    response = line["response"]
+    response, num_tokens = line["response"], line["tokens"]
     if choice.episode:
-        turns = [piece["text"] for piece in line["branches"][-1] if piece["sampled"]]
+        turns = [piece for piece in line["branches"][-1] if piece["sampled"]]
         assert len(turns) == line["turns"] == min(choice.max_turns, 2) and len(line["branches"]) == 1, line
         if choice.max_turns == 1:
             return 0.0  # its second turn was one too many
         assert line["info"]["answer"] == line["answer"], f"the answer of another: {line}"
-        response = SPECIAL.sub("", turns[-1])
+        response, num_tokens = SPECIAL.sub("", turns[-1]["text"]), turns[-1]["tokens"]  # a reward sees the last turn
     is_exact = choice.reward == "exact_match"
-    value = float(response.strip() == line["answer"]) if is_exact else line["tokens"] / MAX_NEW_TOKENS
+    value = float(response.strip() == line["answer"]) if is_exact else num_tokens / MAX_NEW_TOKENS
     return worth(choice.episode, line, value) if choice.episode else value
 
 

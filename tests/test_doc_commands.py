@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from megasync.bench.config import BenchRoot
+from bench.config import BenchRoot
 from megasync.checks.settings import check_settings
-from megasync.cli import VERBS
+from megasync.cli import MODULES
 from megasync.config.load import load_config
 from tests.doc_commands import ELSEWHERE, NEEDS, PLACEHOLDERS, ROOT, Command, collect
 
@@ -22,14 +22,14 @@ COMMANDS = collect()
 NUM_RANKS = 8  # which all layouts divide
 SCRIPTS = {
     "./launch/torchrun_one_node.sh": "megasync.train",
-    "./launch/torchrun_nodes.sh": "megasync.nodes.command",
-    "./launch/quickstart.sh": "megasync.quickstart",
+    "./launch/torchrun_nodes.sh": "megasync.nodes",
+    "./launch/quickstart.sh": "megasync.tools.quickstart.command",
 }
 # Not ours, or files that test_docs.py looks for.
 OTHERS = (
     *("source", "touch", "sbatch", "kubectl", "python"),
-    *("./launch/test.sh", "./launch/check_locks.sh", "docs/bench/gpus.sh", "docs/bench/nodes.sh", "docs/bench/peers/run.sh"),
-    "docs/bench/doc_commands_gpu.sh",
+    *("./launch/test.sh", "./launch/check_locks.sh", "bench/gpus.sh", "bench/peers/run.sh"),
+    "tests/doc_commands_gpu.sh",
 )
 
 
@@ -58,19 +58,23 @@ def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -
     return found[0]
 
 
-def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, *rest = command.words
+def module_of(words: list[str]) -> tuple[str, list[str]]:
+    """The module whose `main` a command of ours calls, and its arguments; module "": not ours."""
+    program, *rest = words
     if program == "python" and rest[0] == "-m":
         module, *rest = rest[1:]
-    elif program == "megasync":
-        module = VERBS[rest[0]].module
-        rest = rest[1:]
-    elif program in OTHERS:
+        program = "megasync" if module == "megasync" else ""
+    if program == "megasync":
+        return MODULES[rest[0]], rest[1:]
+    if program:
+        return "" if program in OTHERS else SCRIPTS[program], rest
+    return "bench.cli" if module == "bench" else module, rest
+
+
+def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, rest = module_of(command.words)
+    if not module:
         return
-    else:
-        module = SCRIPTS[program]
-    if module.startswith("megasync.") and module.removeprefix("megasync.") in VERBS:
-        module = VERBS[module.removeprefix("megasync.")].module
     if module.startswith("tests."):
         assert importlib.util.find_spec(module) is not None
         return
@@ -79,10 +83,10 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     given = parsed(module, rest, monkeypatch)
     overrides = getattr(given, "overrides", [])
-    if module == "megasync.quickstart":
+    if module == "megasync.tools.quickstart.command":
         load_config(ROOT / "configs/quickstart.yaml", overrides)
     elif config := getattr(given, "config", None):
-        is_bench = module.startswith("megasync.bench")
+        is_bench = module.startswith("bench")
         loaded = load_config(ROOT / config, overrides, **({"root": BenchRoot} if is_bench else {}))
         if module == "megasync.train":
             check_settings(loaded, NUM_RANKS)

@@ -11,12 +11,16 @@ import pytest
 import yaml
 
 from megasync.config.reference import reference
-from megasync.reporting.reference import page as metrics_page
+from megasync.report.reference import page as metrics_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SPANS = re.compile(r"`[^`\n]*`")
+FOLDERS = "megasync|engine|bridge|exact|bench|examples|tests|launch|configs|docs|locks"
+NAMED_FILES = re.compile(rf"`((?:{FOLDERS})/[a-z\d_./-]*(?:/|\.\w+))`")
+MAX_PAGES, MAX_WORDS = 16, 20_000
+GENERATED = ("reference.md", "metrics.md")
 
 
 def anchors(page: Path) -> set[str]:
@@ -36,6 +40,18 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_named_files_exist(page: Path) -> None:
+    named = NAMED_FILES.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_written_pages_are_few_and_short() -> None:
+    written = [page for page in PAGES if page.parent.name == "docs" and page.name not in GENERATED]
+    assert len(written) <= MAX_PAGES
+    assert sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in written) <= MAX_WORDS
+
+
 def test_every_page_is_in_the_sites_navigation() -> None:
     site = yaml.safe_load((ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8"))
     named = {page for entry in site["nav"] for value in entry.values() for page in pages_in(value)}
@@ -52,7 +68,7 @@ def test_reference_is_that_of_the_schema() -> None:
 
 
 def test_metrics_are_those_of_the_tables() -> None:
-    """After a change of metrics or advisories: python -m megasync.reporting.reference --to docs/metrics.md"""
+    """After a change of metrics or advisories: python -m megasync.report.reference --to docs/metrics.md"""
     assert (ROOT / "docs/metrics.md").read_text(encoding="utf-8") == metrics_page()
 
 

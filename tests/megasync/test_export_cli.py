@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.writer import VersionWriter
 from engine.peft.folder import fingerprint
-from megasync import export as exporting
-from megasync.comparing.shape import Parameters
+from megasync.tools.export import command as exporting
+from megasync.tools.bisect.reference import Weights
 from megasync.config.errors import ConfigError
-from megasync.export import export, main
-from megasync.serving.send import FolderSource
+from megasync.tools.export.command import export, main
+from megasync.tools.serving.send import FolderSource
 from tests.support.file_limit import file_limit, umask, without_override
 from tests.support.tiny_models import write_tiny_model
 
@@ -128,7 +128,7 @@ def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
 def test_a_source_that_cannot_be_read_is_not_the_targets_fault(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "run" / "hf") / "tokenizer.json"
     source.chmod(0)
-    command = [sys.executable, "-m", "megasync.export", str(tmp_path / "run"), "--to", str(tmp_path / "model")]
+    command = [sys.executable, "-m", "megasync", "export", str(tmp_path / "run"), "--to", str(tmp_path / "model")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=without_override)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{source}: cannot be read: Permission denied\n")
@@ -136,7 +136,7 @@ def test_a_source_that_cannot_be_read_is_not_the_targets_fault(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("what", ["--merge", "--version"])
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     run = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
     log = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=2)
     log.write(0, iter(weights(tmp_path / "base").items()))
@@ -154,13 +154,13 @@ def test_versions_of_another_model_are_refused(tmp_path: Path, capsys: pytest.Ca
         log = VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=1)
         log.write(version, iter(other.items()))
         text = complaint(capsys, run, "--to", tmp_path / "out", "--version", str(version))
-        told = ("has the shape [320, 128], and by config.json [256, 128]", "lack 22 of", "hold 11 tensors")[version]
-        assert f"{run / 'versions'}, version {version}: " in text and told in text, text
+        expected = ("has the shape [320, 128], and by config.json [256, 128]", "lack 22 of", "hold 11 tensors")[version]
+        assert f"{run / 'versions'}, version {version}: " in text and expected in text, text
         assert not (tmp_path / "out").exists()
 
 
 def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
-    script = "import sys; from megasync.export import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    script = "import sys; from megasync.tools.export.command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", script, str(run), "--to", str(tmp_path / "model")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -200,7 +200,7 @@ def test_files_beside_the_weights_have_no_part_in_them(tmp_path: Path) -> None:
     expected = load_file(base / "model.safetensors")
     for name in ("consolidated.safetensors", "other.safetensors"):
         save_file({"norm.weight": torch.ones(3), "model.norm.weight": torch.full((3,), 7.0)}, base / name)
-    norm = Parameters(base, torch.float32, torch.device("cpu"))["model.norm.weight"]
+    norm = Weights(base, torch.float32, torch.device("cpu"))["model.norm"]["weight"]
     assert torch.equal(norm, expected["model.norm.weight"].double())
     assert main([str(run), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     assert weights(tmp_path / "merged").keys() == expected.keys()
@@ -239,7 +239,7 @@ def test_a_merged_adapter_is_what_peft_merges(tmp_path: Path, family: str, dtype
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([5, 6, 7]) == '"#$'
 
 
-def test_what_cannot_be_merged_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_that_cannot_be_merged_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave --merge out: it holds all weights" in complaint(capsys, run, "--to", tmp_path / "out", "--merge")
     own = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
     assert "write --merge for base and adapter" in complaint(capsys, own, "--to", tmp_path / "out")

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from megasync.assets import main as write_any_assets
-from megasync.assets import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
+from megasync.tools.assets.command import main as write_any_assets
+from megasync.tools.assets.command import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
 from megasync.config.errors import ConfigError
-from megasync.examples.small_qwen3 import write_small_qwen3
+from megasync.tools.assets.small_qwen3 import write_small_qwen3
 from megasync.launch.processes import STOPPED
-from megasync.quickstart import (
+from megasync.tools.quickstart.command import (
     MARKER,
     RL,
     WARM_UP,
@@ -211,7 +211,7 @@ def test_after_a_sigkill_the_next_quickstart_puts_former_results_back(tmp_path: 
     script = """
 import os, sys
 from pathlib import Path
-from megasync.quickstart import afresh
+from megasync.tools.quickstart.command import afresh
 with afresh(Path(sys.argv[1]), sys.argv[2:]):
     Path(sys.argv[1], "assets").mkdir()
     os.kill(os.getpid(), 9)
@@ -226,7 +226,8 @@ with afresh(Path(sys.argv[1]), sys.argv[2:]):
 def test_a_phase_that_was_stopped_says_what_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megasync.quickstart.torchrun", lambda *_: [sys.executable, "-c", f"raise SystemExit({STOPPED})"])
+    stopped = [sys.executable, "-c", f"raise SystemExit({STOPPED})"]
+    monkeypatch.setattr("megasync.tools.quickstart.command.torchrun", lambda *_: stopped)
     (tmp_path / "rl" / "checkpoints" / "step_00000003").mkdir(parents=True)
     assert Phase(RL, [f"run.dir={tmp_path}"]).run(2) == STOPPED
     told = capsys.readouterr().out
@@ -255,7 +256,7 @@ def test_wrong_overrides_start_nothing(tmp_path: Path, wrong: str, words: str) -
     former = tmp_path / "run" / "rl" / "checkpoints" / "step_00000001"
     former.mkdir(parents=True)
     (tmp_path / "run" / MARKER).touch()
-    command = [sys.executable, "-m", "megasync.quickstart", wrong, f"run.dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "megasync", "quickstart", wrong, f"run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert words in done.stderr

@@ -33,6 +33,8 @@ from megasync.submit import absolute_paths, check, job, main, parse
 from tests.support.config_files import write_runnable
 from tests.support.processes import name_of
 
+pytestmark = pytest.mark.long
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 

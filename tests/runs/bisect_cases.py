@@ -3,79 +3,57 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.config import ParallelConfig
-from engine.runtime import parallel
 from engine.trace import Forward
-from megasync.comparing.trainer_side import references
-from megasync.comparing.compare import Found, Passes, compare
-from megasync.comparing.response import Response
-from megasync.comparing.text import as_json, lines
-from megasync.comparing.weights import Chosen, choose
+from megasync.tools.bisect.choose import choose
+from megasync.tools.bisect.command import trainer
+from megasync.tools.bisect.compare import Found, Passes, compare
+from megasync.tools.bisect.response import Response
+from megasync.tools.bisect.text import as_json, lines
 
 Undo = Callable[[], None]
 
 
 def outcome(found: Found) -> dict[str, Any]:
-    culprit, kind = found.culprit, found.kind
-    told = {"gap": found.gap.mean, "swapped": found.gap_swapped.mean if found.gap_swapped else None}
-    if culprit is None or kind is None:
-        worst = max(each.ratio for each in (*found.judgement.locals, *found.again.locals))
-        return {"site": "", "worst": worst, **told}
-    place = {"position": culprit.position, "element": culprit.element, "side": culprit.side}
-    return {"site": culprit.site, "kind": kind.name, "detail": kind.detail, **place, **told}
+    gaps = {"gap": found.gap.mean, "swapped": found.gap_swapped.mean if found.gap_swapped else None}
+    worst = max(found.judgement.locals, key=lambda each: each.ratio)
+    wrong = [each.site for each in found.judgement.wrong]
+    return {"culprit": found.culprit, "stale": found.is_stale, "wrong": wrong, "worst": worst.ratio, **gaps}
 
 
 def replica_faults(run: Path, passes: dict[str, Passes], response: Response, scratch: Path) -> dict[str, dict[str, Any]]:
-    """What is found of a sound trainer and each of these traces of replicas."""
-    with forwards(run, scratch) as (chosen, forward):
-        refs = references(chosen, keep_bytes=0)
-        return {name: outcome(compare(forward, each, response, refs)) for name, each in passes.items()}
+    """The findings for a sound trainer and each of these traces of replicas."""
+    with trainer(choose(run, scratch, None, [])) as (forward, references):
+        return {name: outcome(compare(forward, each, response, references)) for name, each in passes.items()}
 
 
 def trainer_faults(run: Path, lora_run: Path, passes: Passes, response: Response, scratch: Path) -> dict[str, dict[str, Any]]:
     """Of each fault alone, and without any; of one also what it adds to the gap."""
-    found = {}
-    with forwards(run, scratch) as (chosen, forward):
-        refs = references(chosen, keep_bytes=0)
-        found["none"] = outcome(sound := compare(forward, passes, response, refs, swap="mlp.act_fn"))
-        found["told"] = {"lines": list(lines(chosen.name, response, sound, "mlp.act_fn"))}
+    chosen = choose(run, scratch, None, [])
+    with trainer(chosen) as (forward, references):
+        sound = compare(forward, passes, response, references, swap="mlp.act_fn")
+        found = {"none": outcome(sound), "text": {"lines": list(lines(chosen.name, response, sound, "mlp.act_fn"))}}
         for name, fault in FAULTS.items():
-            undo = fault(forward, chosen)
+            undo = fault(forward)
             swap = "model.layers.1.self_attn.q_norm" if name == "missing q-norm" else ""
-            seen = compare(forward, passes, response, refs, swap)
+            seen = compare(forward, passes, response, references, swap)
             found[name] = outcome(seen)
             if swap:
                 found[name]["lines"] = list(lines(chosen.name, response, seen, swap))
                 found[name]["json"] = json.dumps(as_json(chosen.name, response, seen))
             undo()
-        found["sound again"] = outcome(compare(forward, passes, response, refs))
-    with forwards(lora_run, scratch, "engine.lora.rank=8", "engine.lora.alpha=12", "rollout.temperature=0.7") as (
-        chosen,
-        forward,
-    ):
-        refs = references(chosen, keep_bytes=0)
-        found["adapter"] = outcome(compare(forward, passes, response, refs))
+        found["sound again"] = outcome(compare(forward, passes, response, references))
+    overrides = ["engine.lora.rank=8", "engine.lora.alpha=12", "rollout.temperature=0.7"]
+    with trainer(choose(lora_run, scratch, None, overrides)) as (forward, references):
+        found["adapter"] = outcome(compare(forward, passes, response, references))
         forward.model.decoder.layers[1].mlp.linear_fc2.lora_scale *= 2
-        found["LoRA scale"] = outcome(compare(forward, passes, response, refs))
+        found["LoRA scale"] = outcome(compare(forward, passes, response, references))
     return found
-
-
-@contextmanager
-def forwards(run: Path, scratch: Path, *overrides: str) -> Iterator[tuple[Chosen, Forward]]:
-    parallel.initialize(ParallelConfig(), 0)
-    try:
-        chosen = choose(run, scratch, None, list(overrides))
-        temperature = chosen.config.rollout.temperature
-        yield chosen, Forward(chosen.config.model, chosen.config.engine, temperature=temperature, **chosen.engine_arguments)
-    finally:
-        parallel.shutdown()
 
 
 # ---------------------------------------------------------------------------------------------------- faults
@@ -97,20 +75,20 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
     return undo
 
 
-def _transposed_head(forward: Forward, _: Chosen) -> Undo:
+def _transposed_head(forward: Forward) -> Undo:
     """Head 2 of four, in two groups of two: rows of linear_qkv are queries, keys and values of each group."""
     weight = forward.model.decoder.layers[1].self_attention.linear_qkv.weight
     head = weight.data.view(2, 4, 32, 128)[1, 0]
     return _write(head, head.t().reshape(head.shape).clone())
 
 
-def _reordered_head(forward: Forward, _: Chosen) -> Undo:
+def _reordered_head(forward: Forward) -> Undo:
     weight = forward.model.decoder.layers[2].self_attention.linear_qkv.weight
     head = weight.data.view(2, 4, 32, 128)[0, 1]
     return _write(head, torch.cat([head[0::2], head[1::2]]))
 
 
-def _theta(forward: Forward, _: Chosen) -> Undo:
+def _theta(forward: Forward) -> Undo:
     embedding = forward.model.rotary_pos_emb
     undo = _set(embedding, "inv_freq", 20000.0 ** -(torch.arange(0, 32, 2, dtype=torch.float) / 32))
     embedding.table = None
@@ -122,32 +100,25 @@ def _theta(forward: Forward, _: Chosen) -> Undo:
     return both
 
 
-def _missing_norm(forward: Forward, _: Chosen) -> Undo:
+def _missing_norm(forward: Forward) -> Undo:
     norm = forward.model.decoder.layers[1].self_attention.q_layernorm
     norm.forward = lambda x: x
     return lambda: delattr(norm, "forward")
 
 
-def _stale_layer(forward: Forward, chosen: Chosen) -> Undo:
-    (former,) = chosen.formers.values()
-    config = chosen.config
-    other = Forward(config.model, config.engine, temperature=1.0, weights_path=former).model.decoder.layers[3]
-    layer = forward.model.decoder.layers[3]
-    now = {name: tensor.clone() for name, tensor in layer.state_dict().items() if tensor is not None}
-    layer.load_state_dict(other.state_dict())
-
-    def undo() -> None:
-        layer.load_state_dict(now)
-
-    return undo
+def _stale_layer(forward: Forward) -> Undo:
+    """All weights of a layer are others."""
+    parameters = list(forward.model.decoder.layers[3].parameters())
+    undo = [_write(each, torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).mul_(0.02)) for each in parameters]
+    return lambda: [each() for each in undo][-1]
 
 
-def _element(forward: Forward, _: Chosen) -> Undo:
+def _element(forward: Forward) -> Undo:
     weight = forward.model.decoder.layers[0].self_attention.linear_proj.weight
     return _write(weight.data[5, 7:8], weight.data[5, 7:8] + 0.05)
 
 
-def _low_softmax(forward: Forward, _: Chosen) -> Undo:
+def _low_softmax(forward: Forward) -> Undo:
     core = forward.model.decoder.layers[2].self_attention.core_attention
 
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -159,21 +130,21 @@ def _low_softmax(forward: Forward, _: Chosen) -> Undo:
     return lambda: delattr(core, "_dense")
 
 
-def _swapped(forward: Forward, _: Chosen) -> Undo:
+def _swapped(forward: Forward) -> Undo:
     weight = forward.model.decoder.layers[2].mlp.linear_fc1.weight
     return _write(weight, torch.cat(list(reversed(weight.data.chunk(2)))))
 
 
-FAULTS: dict[str, Callable[[Forward, Chosen], Undo]] = {
+FAULTS: dict[str, Callable[[Forward], Undo]] = {
     "transposed head": _transposed_head,
     "reordered head": _reordered_head,
-    "eps": lambda forward, _: _set(forward.model.decoder.layers[2].input_layernorm, "eps", 1e-5),
+    "eps": lambda forward: _set(forward.model.decoder.layers[2].input_layernorm, "eps", 1e-5),
     "rope theta": _theta,
     "missing q-norm": _missing_norm,
     "stale layer": _stale_layer,
     "one element": _element,
     "bf16 softmax": _low_softmax,
-    "temperature": lambda forward, _: _set(forward, "temperature", 1.0),
-    "window": lambda forward, _: _set(forward.model.decoder.layers[1].self_attention.core_attention, "window", 16),
+    "temperature": lambda forward: _set(forward, "temperature", 1.0),
+    "window": lambda forward: _set(forward.model.decoder.layers[1].self_attention.core_attention, "window", 16),
     "gate and up": _swapped,
 }

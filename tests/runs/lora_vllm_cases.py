@@ -59,7 +59,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
         canary = Canary(probe_sequences([range(5, 40)], 2, 12), 1e-3, 60.0, print)
         canary.score_by_trainer(built)
         result["canary"] = canary.compare(num_steps, pools.get("adapter"), publishers["adapter"])["sync/canary_gap"]
-        result["differing"] = publishers["adapter"].differing(0)
+        result["differing"] = publishers["adapter"].diff_with_replica(0)
         result["refused"] = [
             refused(Publisher(sources["adapter"], pools.get("merged"), sync, adapter=spec)),
             refused(Publisher(sources["merged"], pools.get("adapter"), sync)),

@@ -22,7 +22,10 @@ from engine.sample import Sample
 from megasync.run.canary import Canary, CanaryError, probe_sequences
 from megasync.config.schema import Config
 from megasync.launch.ray_cluster import start_ray
-from megasync.reporting.log import RunLog
+from megasync.report.log import RunLog
+from megasync.run.placement import DeviceSharing, make_room_for_replicas
+from megasync.run.rank_zero import RankZeroPart
+from megasync.run.sync import WeightSync
 from megasync.run.weights import Weights, build_publisher
 from tests.engine.engine_cases import engine, exporter, log_probs, random_samples
 from tests.support.replicas import OpenPool
@@ -150,26 +153,32 @@ def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], dam
         with engine(path, **case) as built:
             sections = {"run": {"dir": folder}, "model": {"path": path}, "sync": {"bucket_bytes": BUCKET_BYTES}}
             config = Config.model_validate(sections).model_copy(update={"engine": built.config})
-            weights = Weights(config, built, RunLog(config, first_step=0, write=False))
-            weights.pool = replica(path) if is_rank_zero() else None
-            weights.publisher = build_publisher(weights.exporter, weights.pool, config)
-            weights.canary = Canary(probe_sequences([range(5, 40)], 3, 12), 1e-3, 60.0, print)
+            sync = weight_sync(config, built, RankZeroPart(lambda: replica(path)))
             for version in range(2):
                 built.update(built.prepare(random_samples(16, seed=version)))
-                found.append(weights.publish(version))
+                found.append(sync.publish(version))
             if number == len(cases) - 1:
-                return found, publish_and_damage(weights, damaged)
-            weights.publisher.close()
+                return found, publish_and_damage(sync, damaged)
+            sync.publisher.close()
     raise AssertionError
 
 
-def publish_and_damage(weights: Weights, damaged: str) -> str:
+def weight_sync(config: Config, built: Engine, pool: RankZeroPart[Any]) -> WeightSync:
+    """With a canary and replicas of their own devices."""
+    log, exporter = RunLog(config, first_step=0, write=False), Weights(config, built).exporter
+    publisher = build_publisher(exporter, pool.here, config)
+    canary = Canary(probe_sequences([range(5, 40)], 3, 12), 1e-3, 60.0, print)
+    devices = DeviceSharing(config, make_room_for_replicas(config, built, log.timeline), pool, log.timeline)
+    return WeightSync(config, built, log, exporter, publisher, pool, devices, canary, None, None)
+
+
+def publish_and_damage(sync: WeightSync, damaged: str) -> str:
     """What the error says."""
-    pool = weights.pool
+    pool = sync.pool.here
     if isinstance(pool, OpenPool):
         pool.damaged = damaged
     try:
-        weights.publish(2)
+        sync.publish(2)
     except CanaryError as error:
         return str(error)
     finally:

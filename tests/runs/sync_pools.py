@@ -17,7 +17,7 @@ from bridge.config import ReplicaConfig
 from bridge.generation import GenerationRequest
 from bridge.transport import segment
 from megasync.launch.ray_cluster import start_ray
-from tests.support.processes import command_of, name_of
+from tests.support.processes import name_of
 from tests.support.replicas import OpenPool, numbers
 from tests.support.tiny_models import write_tiny_model
 
@@ -72,10 +72,6 @@ def own_ray() -> Iterator[None]:
     yield
     names = [name_of(process) for process in psutil.Process().children(recursive=True)]
     assert "ray::IDLE" not in names, "Ray started workers of its own in spite of megasync.launch.ray_cluster.WORKER_ENVIRONMENT"
-    assert "ray::DashboardAgent" not in names, "Ray started its own in the place of megasync/launch/ray_agent.py"
-    commands = [command_of(process) for process in psutil.Process().children(recursive=True)]
-    unused = [command for command in commands for name in ("monitor.py", "dashboard.py") if f"{name} " in command]
-    assert unused == [], "Ray started what megasync.launch.ray_cluster.UNUSED_DAEMONS leaves out"
     stop_ray()
     left = [name_of(process) for process in psutil.Process().children(recursive=True)]
     assert [name for name in left if "VLLM" in name or "Replica" in name] == []

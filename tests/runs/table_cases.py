@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from megasync.assets import split_sums
+from megasync.tools.assets.command import split_sums
 from tests.runs.train_cases import write_config
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if sign is defined %}{{ sign }}{% endif %}"

@@ -1,4 +1,4 @@
-"""Faults on either side are named at the module where they are, with real vLLM and megatron-core: one replica serves all.
+"""Faults on either side are found at their module, with real vLLM and megatron-core: one replica serves all.
 
 python -m pytest tests/runs/test_bisect.py
 """
@@ -14,59 +14,57 @@ from typing import Any
 import pytest
 
 from bridge.generation import GenerationRequest
-from megasync.bisect import for_one_replica
-from megasync.comparing.compare import Passes, trace_replica
-from megasync.comparing.response import Response
-from megasync.comparing.weights import choose
+from megasync.tools.bisect.choose import choose
+from megasync.tools.bisect.command import for_one_replica
+from megasync.tools.bisect.compare import Passes, trace_replica
+from megasync.tools.bisect.response import Response
 from megasync.config.load import load_config, save_config
-from megasync.export import export
+from megasync.tools.export.command import export
 from megasync.launch.ray_cluster import start_ray
 from megasync.run.replica_start import replica_config
 from tests.megasync.test_export_cli import adapter_run
 from tests.runs.bisect_pool import FaultyPool
 from tests.support.config_files import write_runnable
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu, pytest.mark.timeout(400)]
 RESPONSE = Response(tuple(3 + 7 * n % 100 for n in range(40)), tuple(3 + 11 * n % 100 for n in range(20)), "given")
 BLOCK, NORM = 32, "model.layers.1.input_layernorm"
 LINEARS = ["q_proj", "v_proj", "o_proj", "down_proj"]
-EXPECTED: dict[str, tuple[str, str, str]] = {  # where it is, what it looks like, and what is said of it
-    "transposed head": ("model.layers.1.self_attn.q_proj", "one head", "head 2"),
-    "reordered head": ("model.layers.2.self_attn.q_proj", "rows moved", "head 1: its rows are in another order"),
-    "eps": ("model.layers.2.input_layernorm", "wrong eps", "1e-05 in place of 1e-06"),
-    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
-    "missing q-norm": ("model.layers.1.self_attn.q_norm", "left out", "it gives what it got"),
-    "stale layer": ("model.layers.3.input_layernorm", "stale layer", "those of step 5"),
-    "one element": ("model.layers.0.self_attn.o_proj", "one element", "[5, 7]"),
-    "bf16 softmax": ("model.layers.2.self_attn.attn", "precision", "bfloat16"),
-    "temperature": ("log_probs", "wrong temperature", "is forgotten, in place of 0.7"),
-    "window": ("model.layers.1.self_attn.attn", "wrong window", "16 tokens in place of all"),
-    "gate and up": ("model.layers.2.mlp.gate_proj", "swapped", "gate and up"),
-    "LoRA scale": ("model.layers.1.mlp.down_proj", "LoRA scale", "3 in place of 1.5"),
+OF_TRAINER = {  # the module with each fault
+    "transposed head": "model.layers.1.self_attn.q_proj",
+    "reordered head": "model.layers.2.self_attn.q_proj",
+    "eps": "model.layers.2.input_layernorm",
+    "rope theta": "model.layers.0.self_attn.rotary_emb.q",
+    "missing q-norm": "model.layers.1.self_attn.q_norm",
+    "stale layer": "model.layers.3.input_layernorm",
+    "one element": "model.layers.0.self_attn.o_proj",
+    "bf16 softmax": "model.layers.2.self_attn.attn",
+    "temperature": "log_probs",
+    "window": "model.layers.1.self_attn.attn",
+    "gate and up": "model.layers.2.mlp.gate_proj",
+    "LoRA scale": "model.layers.1.mlp.down_proj",
 }
-OF_REPLICA: dict[str, tuple[str, str, str]] = {
-    "stale KV": ("model.layers.0.self_attn.attn", "stale KV", "of the first 32 tokens"),
-    "eps": (NORM, "wrong eps", "1e-05 in place of 1e-06"),
-    "rope theta": ("model.layers.0.self_attn.rotary_emb.q", "wrong rope", "theta 2e+04 in place of 10000"),
-    "one element": (NORM, "one element", "[9]"),
-    "temperature": ("log_probs", "wrong temperature", "is forgotten"),
-    "skipped layer": ("model.layers.2.input_layernorm:in", "left out", "it is not called"),
+OF_REPLICA = {
+    "stale KV": "model.layers.0.self_attn.attn",
+    "eps": NORM,
+    "rope theta": "model.layers.0.self_attn.rotary_emb.q",
+    "one element": NORM,
+    "temperature": "log_probs",
+    "skipped layer": "model.layers.2.input_layernorm:in",
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run with two checkpoints, of which the newer is the other run's adapter merged into its base model."""
+    """A run whose checkpoint is the other run's adapter merged into its base model."""
     root = tmp_path_factory.mktemp("bisect")
     lora_run = adapter_run(root / "lora", "qwen3", "float32", target_modules=LINEARS)
     named = ["run.name=rl", "model.dtype=float32", "rollout.temperature=0.7"]
     export(lora_run, root / "merged", merge=True)
     config = load_config(write_runnable(root), [*named, f"model.path={root / 'merged'}"])
     run = config.run.folder
-    for step, folder in ((10, root / "merged"), (5, write_tiny_model(root / "former", "qwen3", seed=7))):
-        shutil.copytree(folder, run / "checkpoints" / f"step_{step:08d}" / "hf")
+    shutil.copytree(root / "merged", run / "checkpoints" / "step_00000010" / "hf")
     save_config(config, run / "config.yaml")
     return run, lora_run
 
@@ -134,40 +132,49 @@ def of_replica(runs: tuple[Path, Path], passes: dict[str, Passes], tmp_path_fact
     return dict(found)
 
 
-def check(found: dict[str, Any], expected: tuple[str, str, str], side: str) -> None:
-    assert (found["site"], found["kind"], found["side"]) == (*expected[:2], side), found
-    assert expected[2] in found["detail"], found
-
-
 def test_sound_sides_differ_by_rounding_alone(of_trainer: dict[str, Any], of_replica: dict[str, Any]) -> None:
     sound = [of_trainer["none"], of_trainer["sound again"], of_trainer["adapter"], of_replica["sound"], of_replica["sound again"]]
-    assert all(not each["site"] and each["worst"] < 0.7 and each["gap"] < 1e-5 for each in sound), sound
-    told = "\n".join(of_trainer["told"]["lines"])
-    assert "nothing but rounding" in told
-    assert re.search(r"with mlp.act_fn \(4 modules\) in float64", told)
+    assert all(each["culprit"] is None and each["worst"] < 0.7 and each["gap"] < 1e-5 for each in sound), sound
+    text = "\n".join(of_trainer["text"]["lines"])
+    assert "nothing but rounding" in text
+    assert re.search(r"with mlp.act_fn \(4 modules\) in float64", text)
 
 
-@pytest.mark.parametrize("fault", EXPECTED)
-def test_a_fault_of_the_trainer_is_named(of_trainer: dict[str, Any], fault: str) -> None:
-    check(of_trainer[fault], EXPECTED[fault], "trainer")
+@pytest.mark.parametrize("fault", OF_TRAINER)
+def test_a_fault_of_the_trainer_is_found(of_trainer: dict[str, Any], fault: str) -> None:
+    culprit = of_trainer[fault]["culprit"]
+    assert (culprit.site, culprit.side) == (OF_TRAINER[fault], "trainer"), of_trainer[fault]
 
 
 @pytest.mark.parametrize("fault", OF_REPLICA)
-def test_a_fault_of_the_replica_is_named(of_replica: dict[str, Any], fault: str) -> None:
-    check(of_replica[fault], OF_REPLICA[fault], "replica")
+def test_a_fault_of_the_replica_is_found(of_replica: dict[str, Any], fault: str) -> None:
+    culprit = of_replica[fault]["culprit"]
+    assert (culprit.site, culprit.side) == (OF_REPLICA[fault], "replica"), of_replica[fault]
+    assert of_replica[fault]["stale"] == (fault == "stale KV")
 
 
-def test_computing_the_culprit_anew_closes_the_gap(of_trainer: dict[str, Any]) -> None:
+def test_the_extent_of_a_fault_is_found(of_trainer: dict[str, Any], of_replica: dict[str, Any]) -> None:
+    tokens = len(RESPONSE.ids) - 1
+    assert of_replica["skipped layer"]["culprit"].num_uncalled == tokens
+    assert of_trainer["one element"]["culprit"].element == (5,) and of_trainer["one element"]["culprit"].wrong_elements == 1
+    assert of_replica["one element"]["culprit"].element == (9,)
+    assert of_trainer["transposed head"]["culprit"].element[0] == 2, "the head"
+    window = of_trainer["window"]["culprit"]
+    assert (window.wrong_tokens, window.first_wrong) == (tokens - 16, 16), "where the first token leaves the window"
+    assert {f"model.layers.3.{name}_layernorm" for name in ("input", "post_attention")} <= set(of_trainer["stale layer"]["wrong"])
+
+
+def test_computing_the_culprit_in_float64_closes_the_gap(of_trainer: dict[str, Any]) -> None:
     found = of_trainer["missing q-norm"]
     assert found["gap"] > 100 * found["swapped"]
 
 
-def test_what_is_said_of_a_fault(of_trainer: dict[str, Any]) -> None:
+def test_the_text_and_the_object_of_a_fault(of_trainer: dict[str, Any]) -> None:
     found, where = of_trainer["missing q-norm"], "model.layers.1.self_attn.q_norm"
-    told = "\n".join(found["lines"])
-    assert f"the first that is wrong: {where} of the trainer (RMSNorm)\n  looks like:  left out: it gives what it got\n" in told
-    assert re.search(rf"with {where} \(1 modules\) in float64 in the trainer: .* a share of (99|100)%", told)
+    text = "\n".join(found["lines"])
+    assert f"first wrong module: {where} of the trainer (RMSNorm)\n  worst at:    token " in text
+    assert re.search(rf"with {where} \(1 modules\) in float64 in the trainer: .* a share of (99|100)%", text)
     as_object = json.loads(found["json"])
-    assert as_object["culprit"]["site"] == where and as_object["culprit"]["kind"] == "left out"
+    assert (as_object["culprit"]["site"], as_object["culprit"]["operation"]) == (where, "RMSNorm")
     growth = {each["site"]: each["relative"] for each in as_object["growth"]}
     assert growth["model.layers.0.mlp.down_proj"] < 1e-5 and growth["lm_head"] > 1e-2 and len(growth) == 4 * 17 + 5

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from megasync import evaluate
-from megasync.assets import build_tokenizer
-from megasync.episodes.task import Played
-from megasync.reporting.log import read_evaluations, read_samples
+from megasync.tools.evaluate import command as evaluate
+from megasync.tools.assets.command import build_tokenizer
+from megasync.episodes.task import EpisodeResult
+from megasync.report.log import read_evaluations, read_samples
 from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
-from megasync.serving.replicas import replicas
-from megasync.serving.source import find_source
+from megasync.tools.serving.replicas import replicas
+from megasync.tools.serving.source import find_source
 from tests.runs.train_cases import ROOT, cut_off_copy, metrics, train, write_config
+
+pytestmark = pytest.mark.vllm_on_cpu
 
 NUM_EPISODES = 8 * 4
 TEMPLATE = (
@@ -115,7 +117,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_and_their_turns(run: tuple[Path
     kept = load_progress(run[0] / "checkpoints" / "step_00000003")
     assert kept is not None
     saved = [sample for group in kept.groups for sample in group.samples]
-    assert all(isinstance(one.completion, Played) for one in saved)
+    assert all(isinstance(one.completion, EpisodeResult) for one in saved)
     lines = metrics(resumed)
     in_midst = [sample for sample in saved if not sample.is_over]
     assert sum(line["episode/resumed"] for line in lines[3:]) == len(in_midst)
@@ -131,8 +133,8 @@ def test_each_step_leaves_a_record_and_each_prompt_is_in_one(resumed: Path) -> N
     assert sorted(ordinals) == list(range(7 * 8))
     for record, line in zip(records, metrics(resumed), strict=True):
         played = [one for group in record.groups for one in group.members.values()]
-        assert len(played) == NUM_EPISODES and all(isinstance(one, Played) for one in played)
-        assert sum(one.num_sampled for one in played if isinstance(one, Played)) == line["train/response_tokens"]
+        assert len(played) == NUM_EPISODES and all(isinstance(one, EpisodeResult) for one in played)
+        assert sum(one.num_sampled for one in played if isinstance(one, EpisodeResult)) == line["train/response_tokens"]
 
 
 def test_what_was_trained_is_sampled_again(resumed: Path) -> None:

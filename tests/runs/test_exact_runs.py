@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megasync.reporting.metric_names import metric
+from megasync.report.registry import metric
 from tests.runs.exact_cases import ASYNCHRONOUS, KEPT, exact_config, scored
 from tests.runs.train_cases import metrics, train
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
 # measurements of this machine
 UNITS = {"s", "bytes", "tokens/s", "GB/s"}

@@ -12,15 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megasync import scale
-from megasync.episodes.task import Played
-from megasync.reporting.log import read_evaluations, read_samples
+from megasync.tools.scale import command as scale
+from megasync.episodes.task import EpisodeResult
+from megasync.report.log import read_evaluations, read_samples
 from megasync.rollouts.progress import load_progress
 from megasync.config.files import newest_checkpoint
 from megasync.rollouts.records import StepRecord, load_record, paths_of
 from tests.runs.train_cases import TORCHRUN, endless_run, launch, left_running, metrics, processes_with, write_config
 from tests.support.fuzzed import worth
 from tests.support.processes import name_of
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
 STALENESS, BATCH, EPISODES = 2, 8, "tests.support.fuzzed"
 OTHER = {"data.batch_size": 4, "rollout.max_staleness": 1, "rollout.group_size": 3, "engine.tokens_per_microbatch": 300}
@@ -78,12 +80,12 @@ def test_each_prompt_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 def check(record: StepRecord, *, is_other: bool) -> None:
     """Its groups are whole, of the episode of that time, and fresh enough."""
     for group in record.groups:
-        played = [one for one in group.members.values() if isinstance(one, Played)]
+        played = [one for one in group.members.values() if isinstance(one, EpisodeResult)]
         assert len(played) == (OTHER["rollout.group_size"] if is_other else 4)
         answers = {one.info["answer"] for one in played}
         assert len(answers) == 1
         for member, one in group.members.items():
-            assert isinstance(one, Played) and one.num_turns == 2
+            assert isinstance(one, EpisodeResult) and one.num_turns == 2
             name = "short" if is_other else "long"
             line = {"tokens": one.num_sampled, "answer": one.info["answer"]}
             assert group.rewards[member] == pytest.approx(worth(name, line, 0.0))

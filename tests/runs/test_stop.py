@@ -13,10 +13,12 @@ import pytest
 import yaml
 
 from megasync.config.files import STOP_FILE, is_asked_to_stop, newest_checkpoint
-from megasync.examples import chat_calculator
-from megasync.examples.small_qwen3 import write_small_qwen3
-from megasync.reporting.log import read_evaluations, read_samples
+from examples import chat_calculator
+from megasync.tools.assets.small_qwen3 import write_small_qwen3
+from megasync.report.log import read_evaluations, read_samples
 from tests.runs.train_cases import metrics, train, write_config
+
+pytestmark = pytest.mark.vllm_on_cpu
 
 STEPS = 40
 

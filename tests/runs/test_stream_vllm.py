@@ -18,10 +18,10 @@ from bridge.generation import Completion, GenerationRequest, GroupRequest
 from bridge.export.source import Part
 from bridge.messages import ReplicaState, SyncError
 from bridge.send.publish import Publisher
-from megasync.assets import build_tokenizer
+from megasync.tools.assets.command import build_tokenizer
 from megasync.config.schema import Config, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
-from megasync.episodes.task import Played, Task
+from megasync.episodes.task import EpisodeResult, Task
 from megasync.launch.ray_cluster import start_ray
 from megasync.rollouts.group import Group, StreamSettings, oldest_of
 from megasync.rewards.pool import Scored
@@ -32,6 +32,8 @@ from tests.runs.sync_pools import load
 from tests.support.processes import command_of
 from tests.support.sources import DictSource
 from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.vllm_on_cpu
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 4, 3
 STOPPED_SECONDS = 10.0  # a sync waits so long for a replica that gives no answer
@@ -245,9 +247,9 @@ def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher)
     before.close()
     stream = make_stream(pool, [], 0)
     try:
-        stream.serve(0)
-        stream.admit(0)
-        assert [group.key for group in stream.take(0) or []] == list(range(BATCH_SIZE))
+        stream.run(stream.serve(0))
+        stream.run(stream.admit(0))
+        assert [group.key for group in stream.run(stream.take(0)) or []] == list(range(BATCH_SIZE))
     finally:
         stream.close()
 
@@ -270,11 +272,11 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -
             pool.rejoin(1, 0.0) and publisher.close()
             version = first + 1 + step
             publish_until_it_works(pool, publisher, version)
-            stream.serve(step)
-            stream.admit(step)
+            stream.run(stream.serve(step))
+            stream.run(stream.admit(step))
             if step == 1:
                 threading.Timer(0.02, lambda: os.kill(engine.pid, getattr(signal, kind))).start()
-            groups = stream.take(step)
+            groups = stream.run(stream.take(step))
             trained += [group.key for group in groups]
             for group in groups:
                 assert all(num_sampled(c) == group.request.max_new_tokens * (1 + plays) for c in group.completions)
@@ -297,11 +299,11 @@ def test_a_replica_that_is_lost_keeps_the_others_neither_awake_nor_asleep(pool, 
     (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in command_of(p)]
     engine.kill()
     engine.wait(20)
-    pool.take_untold()
+    pool.drain_notes()
     if is_known:
         pool.replace(1)
     pool.sleep(keep_weights=True)
-    assert [text.partition(" is lost")[0] for text in pool.take_untold()] == ([] if is_known else ["replica 1"])
+    assert [text.partition(" is lost")[0] for text in pool.drain_notes()] == ([] if is_known else ["replica 1"])
     pool.wake()
     assert len(pool.score(0, [(1, 2, 3)], 60.0)[0]) == 2
     assert pool.rejoin(2, 120.0)
@@ -311,7 +313,7 @@ def test_a_replica_that_is_lost_keeps_the_others_neither_awake_nor_asleep(pool, 
     assert pool.versions == [version] * 2
 
 
-def num_sampled(done: Completion | Played) -> int:
+def num_sampled(done: Completion | EpisodeResult) -> int:
     """Of an episode the one branch has both turns, the second after what the tool gave."""
     if isinstance(done, Completion):
         return len(done.token_ids)

@@ -19,6 +19,8 @@ from engine.config import LATENT_TARGETS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import LLAMA3, SERVED, YARN, write_tiny_model
 
+pytestmark = pytest.mark.vllm_on_cpu
+
 CASES: list[dict[str, Any]] = [{"wrap": wrap, "tensor": tensor} for wrap in ("ddp", "megatron_fsdp") for tensor in (1, 2)]
 NUM_LAYERS = 2
 

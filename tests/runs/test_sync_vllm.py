@@ -42,7 +42,7 @@ from tests.support.processes import command_of
 from tests.support.replicas import numbers
 from tests.support.sources import DictSource
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(400)]
 
 
 def is_done(generation: Generation) -> bool:
@@ -262,7 +262,7 @@ def test_a_restarted_replica_serves_after_the_next_publish(tied_pool, tied_sourc
     assert tokens(tied_pool)
 
 
-def test_what_a_replica_holds_is_compared_with_what_was_sent(tied_pool, tied_source, monkeypatch) -> None:
+def test_what_a_replica_holds_is_verified_with_what_was_sent(tied_pool, tied_source, monkeypatch) -> None:
     monkeypatch.setattr(sender, "digest_value", lambda t: 5 if t.shape == (256, 128) else digest_value(t))
     publisher = Publisher(tied_source, tied_pool, SyncConfig(verify="readback"))
     with pytest.raises(SyncError, match=r"replica 1 holds other values than were sent in model\.layers\.0\.mlp\.gate_proj"):

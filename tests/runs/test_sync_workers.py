@@ -36,7 +36,7 @@ from tests.runs.sync_pools import (
 from tests.support.replicas import SpawnedPool
 from tests.support.sources import DictSource
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,7 @@ def split_pool(split_folders, cluster):
 
 def test_two_workers_without_a_prefix_cache_hold_what_was_sent(split_pool, split_folders, monkeypatch) -> None:
     """With lanes one worker gets the buckets and passes them on to the other."""
-    assert "replica 0: spawned" in split_pool.take_untold(), "what its processes note reaches whoever started it"
+    assert "replica 0: spawned" in split_pool.drain_notes(), "what its processes note reaches whoever started it"
     assert not split_pool.settings()["enable_prefix_caching"]
     source = DictSource(load(split_folders[0]))
     for transport in ("shm", "nccl", "lanes"):

@@ -21,17 +21,18 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.versions.reader import VersionReader
-from megasync import evaluate, export, generate
+from megasync.tools.evaluate import command as evaluate
+from megasync.tools.export import command as export
+from megasync.tools.generate import command as generate
 from megasync.config.load import load_config
-from megasync.diagnosis.needs import needs_of
-from megasync.hf.tensors import num_parameters
-from megasync.diagnosis.storage import bytes_below
-from megasync.reporting.log import read_evaluations, read_samples, read_summary
-from megasync.planning import version_log
-from megasync.planning.replicas import WORKER_DEVICE, WORKER_PEAK
+from megasync.models.tensors import num_parameters
+from megasync.tools.doctor.system import bytes_below, disk_bytes
+from megasync.report.log import read_evaluations, read_samples, read_summary
+from megasync.tools.plan import version_log
+from megasync.report.log import WORKER_DEVICE, WORKER_PEAK
 from megasync.run.step_log import PHASES
-from megasync.serving.replicas import replicas
-from megasync.serving.source import find_source
+from megasync.tools.serving.replicas import replicas
+from megasync.tools.serving.source import find_source
 from tests.runs.table_cases import BUFFER, STOPS, table_config
 from tests.runs.train_cases import (
     COMMAND,
@@ -47,6 +48,8 @@ from tests.runs.train_cases import (
     metrics,
     assert_metrics_have_rows,
 )
+
+pytestmark = pytest.mark.vllm_on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +118,13 @@ def test_a_run_leaves_what_the_design_names(first_run: Path) -> None:
     assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
     for key in ("sync/seconds", "sync/bytes", "sync/gb_per_second", "sync/pause_seconds", "step/seconds"):
         assert all(line[key] > 0 for line in lines), key
-    for name in ("config.yaml", "plan.json", "timeline.json", "report.html", "summary.json"):
+    for name in ("config.yaml", "timeline.json", "report.html", "summary.json"):
         assert (first_run / name).stat().st_size > 0
     assert list(first_run.glob("events.out.tfevents.*"))
     assert sorted(p.name for p in (first_run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
     summary = json.loads((first_run / "summary.json").read_text())
     assert summary["num_syncs"] == 7
-    for name in ("memory/host_peak_bytes", WORKER_PEAK, "step/seconds", "train", "rollout/seconds", "sync/seconds"):
-        assert summary[f"predicted/actual {name}"] > 0, name
+    assert summary[WORKER_PEAK] > 0
     assert WORKER_DEVICE not in summary, "there is no GPU"
 
 
@@ -145,7 +147,7 @@ def same_weights(own: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
 
 
 def test_every_metric_has_a_row_in_the_table(first_run: Path) -> None:
-    """That docs/metrics.md and the report's names are made of: megasync/reporting/metric_names.py."""
+    """That docs/metrics.md and the report's names are made of: megasync/report/registry.py."""
     assert_metrics_have_rows([*metrics(first_run), *read_evaluations(first_run)], at_least=45)
 
 
@@ -211,7 +213,7 @@ def test_rewards_are_shown_as_given_and_beside_them_what_the_penalty_for_length_
 def test_checkpoints_take_what_doctor_expects(first_run: Path) -> None:
     config = load_config(first_run / "config.yaml")
     parameters = num_parameters(Path(config.model.path))
-    expected = needs_of(config, parameters, 2, has_gpus=False).disk - version_log.disk_bytes(config, parameters)
+    expected = disk_bytes(config, parameters) - version_log.disk_bytes(config, parameters)
     assert bytes_below(first_run / "checkpoints") == pytest.approx(expected, rel=0.05)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megasync import cli
-from megasync.reporting.advisories import advisories
-from megasync.reporting.log import read_evaluations
+from megasync.report.advisories import advisories
+from megasync.report.log import read_evaluations
 from tests.runs.train_cases import (
     ROOT,
     SUBMIT,
@@ -32,6 +32,8 @@ from tests.runs.train_cases import (
     assert_metrics_have_rows,
 )
 from tests.support.processes import name_of
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
 
 @pytest.mark.parametrize("command", [TORCHRUN, SUBMIT], ids=["torchrun", "submit"])

@@ -20,8 +20,8 @@ from uuid import uuid4
 import psutil
 import yaml
 
-from megasync.assets import write_assets
-from megasync.reporting.metric_names import metric
+from megasync.tools.assets.command import write_assets
+from megasync.report.registry import metric
 from megasync.rewards.functions import RewardInput, token_count
 from tests.support.ranks import run_ranks
 from tests.megasync.rewards.reward_cases import DEEDS
@@ -113,7 +113,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_metrics_have_rows(lines: Sequence[Mapping[str, Any]], *, at_least: int) -> None:
-    """In the table that docs/metrics.md and the report's names are made of (megasync/reporting/metric_names.py)."""
+    """In the table that docs/metrics.md and the report's names are made of (megasync/report/registry.py)."""
     keys = {key for line in lines for key in line} - {"step"}
     assert len(keys) >= at_least and [key for key in sorted(keys) if metric(key) is None] == []
 
@@ -218,9 +218,10 @@ class Run:
 
     def wait_for(self, steps: int, timeout_seconds: float = 400) -> None:
         """Until that many steps are in metrics.jsonl."""
+        lines = self.folder / "metrics.jsonl"
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline and self.process.poll() is None:
-            if (self.folder / "metrics.jsonl").is_file() and len(metrics(self.folder)) >= steps:
+            if lines.is_file() and lines.read_text().count("\n") >= steps:  # the last one may be in the midst of being written
                 return
             time.sleep(0.1)
         raise AssertionError(self.said.read_text()[-4000:])

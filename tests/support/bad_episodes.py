@@ -7,7 +7,7 @@ from typing import Any
 
 from megasync.episodes.environments import play
 from megasync.episodes.task import Result, Task
-from megasync.examples.clients import openai_client
+from examples.clients import openai_client
 
 QUESTION: list[Any] = [{"role": "user", "content": "6 * 7?"}]
 NAMELESS: Any = {"type": "function", "function": {"description": "Adds."}}

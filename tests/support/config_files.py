@@ -13,15 +13,15 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from megasync.assets import build_tokenizer
-from megasync.bench.config import BenchRoot
+from megasync.tools.assets.command import build_tokenizer
+from bench.config import BenchRoot
 from megasync.checks.check import check_config
 from megasync.config.keys import all_keys, bounds, choices
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
-from megasync.hf.folder import check_model_folder, model_shape
-from megasync.hf.tensors import expected_tensors
+from megasync.models.folder import check_model_folder, model_shape
+from megasync.models.tensors import expected_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
@@ -87,16 +87,21 @@ def write_runnable(folder: Path) -> Path:
     return write(folder / "run.yaml", text)
 
 
-def cannot_run(path: Path, *overrides: str, world_size: int = 2) -> str:
+def refusal(path: Path, *overrides: str, world_size: int = 2) -> ConfigError:
+    """The error of a config that is read and cannot run."""
     config = load_config(path, overrides)
     with pytest.raises(ConfigError) as caught:
         check_config(config, world_size)
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 10
-    return message
+    assert len(str(caught.value).splitlines()) <= 10
+    return caught.value
 
 
-def model_refused(folder: Path) -> str:
+def cannot_run(path: Path, *overrides: str, world_size: int = 2) -> str:
+    return str(refusal(path, *overrides, world_size=world_size))
+
+
+def model_refused(folder: Path) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         check_model_folder(folder)
-    return str(caught.value)
+    assert caught.value.remedy
+    return caught.value

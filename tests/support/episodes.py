@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megasync.episodes.task import Result, Task
-from megasync.examples.clients import openai_client
+from examples.clients import openai_client
 
 
 async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each kind

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.02
 END_SECONDS = 30.0
 SAY_SECONDS = 2.0  # for a rank to write where it hangs
-MAX_CALLS = 12  # bounds what is left of former engines (megasync/bench/equivalence/measure.py)
+MAX_CALLS = 12  # bounds what is left of former engines (bench/equivalence/measure.py)
 _running: dict[int, Ranks] = {}
 
 

@@ -11,6 +11,7 @@ import psutil
 
 from megasync.rewards.functions import RewardInput
 
+WORKER = "megasync.workers.subreaper"  # the subreaper's command, and that of the worker which it forks
 CASES = "tests.megasync.rewards.reward_cases"
 
 
@@ -24,7 +25,7 @@ def children(pid: int | None = None) -> list[int]:
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            is_ours = "megasync.rewards.program" in command or command == "sleep 600"
+            is_ours = (WORKER in command and WORKER in " ".join(process.parent().cmdline())) or command == "sleep 600"
             found += [process.pid] if is_ours and process.status() != psutil.STATUS_ZOMBIE else []
     return found
 
