@@ -305,9 +305,9 @@ def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: 
     [
         (["--to", "/proc/x"], "/proc/x: No such file or directory"),
         (["--to", "{file}"], "{file}: File exists"),
-        (["--to", "{file}.new", "--num-train", "40"], "--num-train, --num-held-out and --task-options are for a --task"),
-        (["--to", "{file}.new", "--num-held-out", "256"], "--task: without, there are 9500 and 500 sums"),
-        (["--to", "{file}.new", "--task-options", "max_digits=2"], "--task-options are for a --task"),
+        (["--to", "{file}.new", "--num-train", "40"], "--num-train, --num-held-out and --task-options need --task"),
+        (["--to", "{file}.new", "--num-held-out", "256"], "need --task: without it there are 9500 and 500 sums"),
+        (["--to", "{file}.new", "--task-options", "max_digits=2"], "--task-options need --task"),
         (["--to", "{file}.new", "--task", "chain_sum", "--num-train", "0"], "--num-train 0 --num-held-out 256: at least 1 each"),
         (["--to", "{file}.new", "--task", "chain_sum", "--num-held-out", "-1"], "--num-train 4000 --num-held-out -1: at least 1"),
     ],

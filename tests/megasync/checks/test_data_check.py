@@ -32,7 +32,7 @@ def test_prompts_that_are_too_long_are_dropped_with_their_number(runnable: Path,
         "rollout.max_model_len = 32 tokens"
         for key in ("data.train", "data.eval")
     ]
-    raised = "shorten what is longer, or lower rollout.max_new_tokens, or raise rollout.max_model_len"
+    raised = "shorten longer examples, or lower rollout.max_new_tokens, or raise rollout.max_model_len"
     assert raised in cannot_run(runnable, *fits, "data.batch_size=5")
     message = cannot_run(runnable, *fits, "data.too_long=refuse")
     assert message.startswith("data.train: 2 of 6 examples are too long")
@@ -65,7 +65,7 @@ def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:
     assert (len(kept.train), len(kept.held_out)) == (5, 5)
     assert "the model's max_position_embeddings = 32" in kept.notes[0]
     refused = cannot_run(runnable, *data, "data.batch_size=6")
-    assert refused.endswith("shorten what is longer, or lower rollout.max_new_tokens"), "a model has the positions that it has"
+    assert refused.endswith("shorten longer examples, or lower rollout.max_new_tokens"), "a model has the positions that it has"
     tokenizer = runnable.parent / "model" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 16}))
     kept = load_data(load_config(runnable, data))

@@ -140,7 +140,7 @@ def test_reward_names(runnable: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "remedy"),
     [
-        ("", None, "start where the module can be imported, or set PYTHONPATH"),
+        ("", None, "start in the folder of the module, or set PYTHONPATH"),
         (".py", "", "write {module}:f, without the file's .py"),
         ("", "import nothing_of_this_name", "until `python -c 'import {module}'` works"),
         ("", "def f(sample) return 1", "until `python -c 'import {module}'` works"),
@@ -166,7 +166,7 @@ def test_a_module_that_is_there_is_not_looked_for_elsewhere(
         ("rollout.reward={exact_match: 1, token_count: -.inf}", "the weight of token_count is -inf, a finite number is expected"),
         ("rollout.reward={exact_match: high}", "the weight of exact_match is 'high', a finite number is expected"),
         ("rollout.reward={exact_match: true}", "the weight of exact_match is True, a finite number is expected"),
-        ("rollout.reward={exact_match: 0, token_count: 0.0}", "every weight is 0"),
+        ("rollout.reward={exact_match: 0, token_count: 0.0}", "all weights are 0"),
         ("rollout.reward_timeout_seconds=0", "out of range"),
         ("rollout.reward_timeout_seconds=.inf", "out of range"),
         ("rollout.reward_processes=0", "out of range"),

@@ -15,7 +15,7 @@ from megasync.report.signs import Series
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = json.loads((ROOT / "tests" / "data" / "runs.json").read_text())
-SEEDS = json.loads((ROOT / "docs" / "bench" / "seeds_h100.json").read_text())
+SEEDS = json.loads((ROOT / "tests" / "data" / "seeds_h100.json").read_text())
 Curve = npt.NDArray[np.float64]
 
 
