@@ -261,7 +261,7 @@ class AlgorithmConfig(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Where the advantage is negative the ratio counts up to this (dual clip, arXiv:1912.09729), such as 3; null: all of it."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """sequence: the geometric mean of a response's ratios in the place of each (GSPO, arXiv:2507.18071)."""
+    """sequence: all tokens of a response get the geometric mean of its ratios (GSPO, arXiv:2507.18071)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Above 0: the k3 estimate of the KL divergence from the start model and adapter, times this, is added to the loss."""
     load_balancing: NonNegativeFloat = 0.0
@@ -295,7 +295,7 @@ class AlgorithmConfig(Section):
     filter_groups: bool = False
     """grpo: other prompts take the place of those whose samples all have the same reward (dynamic sampling, DAPO)."""
     filter_factor: PositiveInt = 3
-    """filter_groups: at most so many times as many prompts as a batch has; then it trains on what there is."""
+    """filter_groups: a batch samples at most this many times its number of prompts, then trains on the groups that remain."""
     num_minibatches: PositiveInt = 1
     """Parts of a batch, an optimizer step each."""
     num_passes: PositiveInt = 1

@@ -83,7 +83,7 @@ def _flat(values: list[torch.Tensor]) -> list[float]:
 
 
 def _against_folder(source: WeightSource, folder: Path) -> Measured:
-    """Names of tensors that the export has otherwise than the folder; the same on every rank."""
+    """Names of tensors that differ between export and folder; the same on every rank."""
     disk = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
     differing, names = [], []
     for name, tensor in whole_tensors(source):

@@ -85,7 +85,7 @@ class BenchPool(ReplicaPool):
 
 
 class OfflineReplica(Replica):
-    """An actor that starts and ends as a replica does, and has an LLM in the place of the AsyncLLM. It takes part in no sync."""
+    """An actor that starts and ends as a replica does, and has an LLM instead of the AsyncLLM. It takes part in no sync."""
 
     async def start(self) -> int:
         from vllm import LLM

@@ -33,7 +33,7 @@ from megasync.models.model_shape import Shapes
 
 
 class DotProductCore(CoreAttention):
-    """megatron-core's DotProductAttention in the place of ours, for packed sequences of one length."""
+    """megatron-core's DotProductAttention instead of ours, for packed sequences of one length."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any) -> None:
         from megatron.core.transformer.dot_product_attention import DotProductAttention

@@ -1,6 +1,6 @@
 """Buckets through memory that trainer and replicas share on a device, for replicas on the trainer's own GPUs: CUDA IPC.
 
-Control words and their protocol are those of shm.py; in the place of its two buffers the segment holds what another
+Control words and their protocol are those of shm.py; instead of its two buffers the segment holds what another
 process needs to map the sender's two buffers: CUDA's IPC handles, or without CUDA the path of a file that has no name. Both sides
 compute digests on their device and compare them after the last bucket, so that nobody waits for one. Leaves out what a
 bucket means.

@@ -33,7 +33,7 @@ class VersionReader:
 
     @property
     def versions(self) -> list[int]:
-        """The versions of which every stage has a file."""
+        """Versions for which every stage has a file."""
         return [version for version, files in self._files.items() if self._is_whole(files)]
 
     @property

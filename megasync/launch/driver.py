@@ -116,7 +116,7 @@ def in_order_of_nodes(places: Sequence[Place], ranks: Sequence[Any]) -> tuple[li
 def rank_environments(places: Sequence[Place], address: str, port: int, num_hosts: int = 1) -> list[dict[str, str]]:
     """What torchrun would set for each rank, from where the ranks were placed and where the first one has its store.
 
-    `num_hosts`: nodes of the cluster, each of which may have replicas.
+    `num_hosts`: nodes of the cluster; every node may have replicas.
 
     As under torchrun all ranks of a node see each other's GPUs, and the local rank says which of them is the rank's own.
     """

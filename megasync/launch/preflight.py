@@ -99,7 +99,7 @@ def shared_memory_finding(host: str, *, has_rollouts: bool) -> tuple[str, bool]:
 def differences(nodes: Mapping[str, Facts]) -> dict[str, str]:
     """By host what differs from the value that most nodes have, from the first node's where there are as many.
 
-    Empty for equal nodes; the result does not depend on who asks.
+    Empty for equal nodes; the result is the same on every node.
     """
     found: dict[str, list[str]] = {}
     for kind, (headline, remedy) in REMEDIES.items():

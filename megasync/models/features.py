@@ -192,7 +192,7 @@ RULES = (
     Rule("n_shared_experts", lambda m: not m.get("n_shared_experts", 1), "the engine needs a shared expert", BIASED_ROUTERS),
     Rule("first_k_dense_replace", lambda m: (m.get("first_k_dense_replace") or 0) >= m.shape.num_hidden_layers,
          "no layer has experts", BIASED_ROUTERS),
-    # multi-latent attention, most of which vLLM and transformers read differently
+    # multi-latent attention; vLLM and transformers read most of these fields differently
     Rule("num_key_value_heads", lambda m: m.get("num_key_value_heads") not in (None, m.shape.num_attention_heads),
          "num_attention_heads is expected", LATENT_FAMILIES),
     Rule("rope_interleave", lambda m: m.get("rope_interleave") is False, "vLLM ignores it", LATENT_FAMILIES),

@@ -25,7 +25,7 @@ RETURNED = "_returned"  # behind a metric that an episode returns under a name o
 
 
 def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_seconds: float) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch whose generation took `seconds`, of which training waited for a part."""
+    """Rewards, lengths, staleness of a batch. `seconds`: its generation; `waited_seconds`: the part that training waited."""
     tokens = sum(sample.num_sampled for sample in samples)
     own = [sample.weight_versions[sample.is_sampled] if len(sample.is_sampled) else sample.weight_versions for sample in samples]
     versions = sum(int(each.sum(dtype=np.int64)) for each in own)
