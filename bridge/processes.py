@@ -14,8 +14,8 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -54,6 +54,19 @@ def die_with(pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="die-with-replica", daemon=True).start()
+
+
+@contextmanager
+def watched(watch: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """Runs `watch` in a thread called `name` during the block. It returns soon after its event is set, at the block's end."""
+    over = threading.Event()
+    thread = threading.Thread(target=watch, args=(over,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def socket_folder(added: int = VLLM_PATH) -> str:

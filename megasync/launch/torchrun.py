@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from bridge.processes import MALLOC, MALLOC_ON_CPU
+from bridge.processes import MALLOC, MALLOC_ON_CPU, watched
 from bridge.transport.store import open_store
 from megasync.config.errors import main_errors, refuse_if
 from megasync.config.files import is_asked_to_stop
@@ -117,7 +117,6 @@ def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
     """Kills ranks that are still there `limit_seconds` after another one's end. Before the first one ends all have reported that
     they leave (run/heartbeat.py), so that nobody else would notice one that is stopped then.
     """
-    over = threading.Event()
 
     def ranks() -> set[psutil.Process]:
         found = set()
@@ -126,7 +125,7 @@ def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
                 found |= {child} if TRAINER in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE else set()
         return found
 
-    def watch() -> None:
+    def watch(over: threading.Event) -> None:
         seen: set[psutil.Process] = set()
         since = math.inf  # when one was found to have ended
         while not over.wait(RANKS_SECONDS):
@@ -141,13 +140,8 @@ def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
                 with suppress(psutil.Error):
                     rank.kill()
 
-    thread = threading.Thread(target=watch, name="late-ranks", daemon=True)
-    thread.start()
-    try:
+    with watched(watch, "late-ranks"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def trainer_config(arguments: Sequence[str]) -> Config | None:

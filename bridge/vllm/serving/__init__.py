@@ -6,6 +6,7 @@ stops.py         stop texts, looked for in the text that rewards see
 arguments.py     which fields of its EngineArgs a config may set
 outputs.py       tokens kept in its engine core until their request ends
 trace.py         a forward pass that records every intermediate tensor
+multicast.py     no fused all-reduce on hosts without NVLink multicast
 unwarmed.py      a worker that compiles kernels when they are needed
 routing.py       which experts a response's tokens had
 patches.py       replacements where vLLM has no option: with reason, version and test
