@@ -123,6 +123,15 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def there_or_gone(path: Path) -> Iterator[None]:
+    """VersionLogError where a file of the log is not there any more: a run removes old ones by sync.log_keep."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise VersionLogError(f"{path}: is gone: its run has removed it by now (sync.log_keep)") from error
+
+
 def write_header(file: BinaryIO, header: Header) -> None:
     """After the bytes of the tensors."""
     text = header.to_json().encode()
@@ -133,10 +142,10 @@ def write_header(file: BinaryIO, header: Header) -> None:
 def read_header(path: Path) -> Header:
     """
     Raises:
-        VersionLogError: the file is cut off or damaged, or is another version's.
+        VersionLogError: the file is cut off, damaged or gone, or is another version's.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with there_or_gone(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TRAILER.size))
         trailer = file.read()
         if len(trailer) < TRAILER.size or not trailer.endswith(MARK):

@@ -21,7 +21,7 @@ import torch
 
 from bridge.layout.digest import digest_tensor
 from bridge.versions import delta
-from bridge.versions.file import DELTA, DIGESTS, Entry, Header, VersionLogError, read_header, there
+from bridge.versions.file import DELTA, DIGESTS, Entry, Header, VersionLogError, read_header, there, there_or_gone
 
 
 class VersionReader:
@@ -39,7 +39,13 @@ class VersionReader:
     @property
     def with_weights(self) -> list[int]:
         """The versions that hold more than digests: a run may have been resumed with another `sync.log`."""
-        return [version for version in self.versions if all(header.kind != DIGESTS for header in self._headers(version))]
+        return [version for version in self.versions if self._has_weights(version)]
+
+    def _has_weights(self, version: int) -> bool:
+        try:
+            return all(header.kind != DIGESTS for header in self._headers(version))
+        except VersionLogError:
+            return False
 
     def _is_whole(self, files: dict[int, Path]) -> bool:
         try:
@@ -135,7 +141,8 @@ def _take_all(path: Path, header: Header, tensors: dict[str, torch.Tensor]) -> N
 
 def _taken(path: Path, former: torch.Tensor | None, entry: Entry) -> torch.Tensor:
     """The tensor, verified: `former`, which becomes it, or a new one."""
-    data = np.fromfile(path, np.uint8, entry.num_bytes, offset=entry.offset)
+    with there_or_gone(path):
+        data = np.fromfile(path, np.uint8, entry.num_bytes, offset=entry.offset)
     if former is None and entry.encoding != "raw":
         raise VersionLogError(f"{path}: {entry.name} is damaged: there is nothing that it was added to")
     try:

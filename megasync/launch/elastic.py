@@ -13,8 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from bridge.processes import watched
 from megasync.config.files import is_asked_to_stop
 from megasync.launch.members import Node, in_order
 from megasync.launch.ray_cluster import free_port
@@ -89,13 +89,14 @@ class NodesRendezvous(RendezvousHandler):
             keep_alive_max_attempt=max(3, int(limits.silent_seconds / BEAT_SECONDS)),
         )
         self._node, self._fits, self._prepare, self._run_folder = node, fits, prepare, run_folder
+        self._round_wait = timedelta(seconds=min(PREPARE_SECONDS, 2 * limits.silent_seconds))
         self._closes = False  # at the end, for all nodes: once this one has taken part
         self.is_stopped = False  # the run was asked to stop while no ranks ran
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Raises RunOverError where the run ended meanwhile, and torch's RendezvousTimeoutError and RendezvousConnectionError."""
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # also each agent's own: see above
-        with self._stopped_if_asked():
+        with watched(self._stop_if_asked, "stop-request"):
             while True:
                 try:
                     joined = self._inner.next_rendezvous()
@@ -104,7 +105,10 @@ class NodesRendezvous(RendezvousHandler):
                 except RendezvousConnectionError:
                     self._closes = False
                     raise
-                members = self._members(joined)
+                try:
+                    members = self._members(joined)
+                except dist.DistStoreError:  # a node of this round was lost before it wrote itself down
+                    continue
                 if self._node in members:
                     break
                 self._wait_for_change()
@@ -115,10 +119,11 @@ class NodesRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(members), info)
 
     def _members(self, joined: RendezvousInfo) -> list[Node]:
-        """The nodes that get ranks, in their order: as many as `fits`."""
-        store = dist.PrefixStore("nodes", joined.store)
+        """The nodes that get ranks, in their order: as many as `fits`. DistStoreError: one of the round is missing."""
+        store, keys = dist.PrefixStore("nodes", joined.store), [str(rank) for rank in range(joined.world_size)]
         store.set(str(joined.rank), json.dumps(asdict(self._node)))
-        order = in_order([Node(**json.loads(store.get(str(rank)))) for rank in range(joined.world_size)])
+        store.wait(keys, self._round_wait)
+        order = in_order([Node(**json.loads(store.get(key))) for key in keys])
         counts = range(len(order), 0, -1)
         count = next((count for count in counts if self._fits(sum(node.num_ranks for node in order[:count]))), len(order))
         return order[:count]
@@ -130,25 +135,13 @@ class NodesRendezvous(RendezvousHandler):
                 raise RunOverError
             time.sleep(LOOK_SECONDS)
 
-    @contextmanager
-    def _stopped_if_asked(self) -> Iterator[None]:
-        """This process gets a SIGTERM where the run is asked to stop: no ranks run that could end their step."""
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(LOOK_SECONDS):
-                if is_asked_to_stop(self._run_folder):
-                    self.is_stopped = True
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-
-        thread = threading.Thread(target=watch, name="stop-request", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def _stop_if_asked(self, over: threading.Event) -> None:
+        """Until `over`: this process gets a SIGTERM where the run is asked to stop, as no ranks run that could end their step."""
+        while not over.wait(LOOK_SECONDS):
+            if is_asked_to_stop(self._run_folder):
+                self.is_stopped = True
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     @property
     def use_agent_store(self) -> bool:

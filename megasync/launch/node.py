@@ -59,6 +59,7 @@ from megasync.launch.torchrun import TRAINER, run_ranks
 LOOK_SECONDS = 0.3
 FRESH_SECONDS = 10.0
 CHECK_SECONDS = 180.0
+RESULT_SECONDS = 30.0  # for the cause, once another node has ended the run
 LEAVE_SECONDS = 5.0  # for the others to read the end
 HEAD_LOST = "the run ends here; the same command on all nodes resumes from its newest checkpoint"
 
@@ -293,7 +294,7 @@ class NodeLauncher:
         except RunOverError:  # another node ended the run
             if not self.node.is_head:
                 self._wait_for_end()
-            code, problem = self._wait(lambda: self.store.get("result"))
+            code, problem = self._result()
         except RendezvousTimeoutError:
             return 1, f"gave up after {given.wait_seconds:g} s: fewer than {min_nodes} of {num_trainers} nodes are here"
         except RendezvousConnectionError as error:
@@ -305,6 +306,13 @@ class NodeLauncher:
         if rendezvous.is_stopped or (code == 0 and is_asked_to_stop(self.config.run.folder)):
             return STOPPED, ""
         return code, f"{self.node.host}: {problem}" if problem else ""
+
+    def _result(self) -> Sequence[Any]:
+        """Exit code and cause, of the node that ended the run."""
+        deadline = time.monotonic() + RESULT_SECONDS
+        while (found := self.store.get("result")) is None and time.monotonic() < deadline:
+            self._look()
+        return found or [1, "another node ended the run, and was lost before it gave the cause"]
 
     def _prepare_round(self, members: Sequence[Node]) -> None:
         """Before the ranks of a round start here."""

@@ -68,7 +68,8 @@ class WorkerPool:
         if self.is_closed:
             raise WorkersError(CLOSED)
         job.number, job.limit_seconds = next(self._numbers), self.settings.limit_seconds
-        job.result.add_done_callback(lambda result: self._give_up(job) if result.cancelled() or result.exception() else None)
+        if not self.is_serial:
+            job.result.add_done_callback(lambda result: self._give_up(job) if result.cancelled() or result.exception() else None)
         if job.is_deadly:
             self.suspects.append([job])
         else:
@@ -77,9 +78,9 @@ class WorkerPool:
         return job.result
 
     def _give_up(self, job: Job) -> None:
-        """Cancel a running job that nobody waits for. A serial one ends at its limit."""
+        """Cancel a running concurrent job that nobody waits for. A serial one ends at its limit."""
         for state in self.states.values():
-            if job.number in state.jobs and not self.is_serial:
+            if job.number in state.jobs:
                 job.reset()
                 cancel(state, job)
 

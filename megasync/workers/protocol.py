@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from megasync.workers.failure import Failure
 
 LENGTH = struct.Struct("!Q")
+READ_BYTES = 2**16
 RUNNING = struct.Struct("dq")  # time.monotonic() of the begin of the current step, and the number of its job; 0: no job
 
 
@@ -116,7 +117,15 @@ def read(file: BinaryIO) -> Any:
 
 async def receive(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
     """Messages, until the other side hangs up."""
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        while True:
-            header = await reader.readexactly(LENGTH.size)
-            yield pickle.loads(await reader.readexactly(*LENGTH.unpack(header)))  # noqa: S301 # from a process of ours
+    unread = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(READ_BYTES):
+            unread += data
+            while len(unread) >= (end := _end(unread)):
+                yield pickle.loads(memoryview(unread)[LENGTH.size : end])  # noqa: S301 # from a process of ours
+                del unread[:end]
+
+
+def _end(unread: bytearray) -> int:
+    """Of the first message, or of its length where that is not there yet."""
+    return LENGTH.size + (LENGTH.unpack_from(unread)[0] if len(unread) >= LENGTH.size else 0)

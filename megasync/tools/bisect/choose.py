@@ -17,7 +17,7 @@ from megasync.config.schema import Config
 from megasync.models.folder import check_model_folder, read_json_object
 from megasync.report.log import CONFIG_FILE
 from megasync.tools.export.command import checkpoints_of
-from megasync.tools.serving.source import ADAPTER, find_source, hold
+from megasync.tools.serving.source import find_source
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,14 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
         ConfigError: it is no run, it has no such weights, or the modules of the model's family are not known one by one.
     """
     refuse_if(not (run / CONFIG_FILE).is_file(), f"{run}: is no run: it holds no {CONFIG_FILE}", remedy="name a run's folder")
-    config, checkpoints = load_config(run / CONFIG_FILE, overrides), checkpoints_of(run)
-    step = max(checkpoints, default=0) if step is None else step
-    has_adapter = step in checkpoints and (checkpoints[step] / ADAPTER).is_dir()
+    config = load_config(run / CONFIG_FILE, overrides)
+    source = find_source(run, scratch, step if step is not None or checkpoints_of(run) else 0, overrides)
+    adapter = source.adapter
     refuse_if(
-        step and not has_adapter and any(each.startswith("model.path=") for each in overrides),
-        f"model.path = {config.model.path}: the weights are those of {run}, step {step}",
+        source.step and adapter is None and any(each.startswith("model.path=") for each in overrides),
+        f"model.path = {config.model.path}: the weights are those of {run}, step {source.step}",
         remedy="leave it out, or compare the model that the run starts from by --step 0",
     )
-    adapter = hold(checkpoints[step] / ADAPTER, scratch, run) if has_adapter else None
-    source = find_source(run, scratch, step, overrides)
     base = Path(config.model.path if adapter else source.config.model.path)
     check_model_folder(base)
     check_family(base)
@@ -56,7 +54,7 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
         model = config.model.model_copy(update={"path": str(base)})  # where the run had its model may be gone by now
         engine = config.engine.model_copy(update={"lora": LoraConfig()})
         config = config.model_copy(update={"model": model, "engine": engine})
-    return Chosen(config, source.config, source.name, step, base, adapter)
+    return Chosen(config, source.config, source.name, source.step or 0, base, adapter)
 
 
 def check_family(folder: Path) -> None:

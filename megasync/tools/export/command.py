@@ -17,12 +17,13 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
-from megasync.config.files import CHECKPOINTS, VERSIONS, flush
+from megasync.config.files import CHECKPOINTS, VERSIONS, flush, lock_holder
 from megasync.config.load import load_config
 from megasync.models.folder import check_weights, model_shape, read_json_object
 from megasync.models.merge import merge_adapter
@@ -75,15 +76,70 @@ def find_weights(run: Path, step: int | None = None) -> Path:
     raise ConfigError(f"{run}: has neither a checkpoint nor a folder hf", remedy=remedy)
 
 
-def find_adapter(weights: Path, option: str = "--adapter") -> Path:
-    """The PEFT folder beside where a checkpoint has its weights.
+class RemovedError(ConfigError):
+    """A checkpoint was removed by its run while it was opened."""
+
+
+def hold_weights(run: Path, scratch: Path, step: int | None = None) -> tuple[Path, Path]:
+    """The folder of `find_weights`, and the one to read it from, which `hold` gives.
+
+    Raises:
+        ConfigError: as `find_weights`; RemovedError only with a `step`, since a run has removed its newest for a newer one.
+    """
+    while True:
+        weights = find_weights(run, step)
+        if run_and_step(weights.parent)[1] is None:
+            return weights, weights
+        try:
+            return weights, hold(weights.parent, scratch, run) / weights.name
+        except RemovedError:
+            if step is not None:
+                raise
+
+
+def hold(checkpoint: Path, scratch: Path, run: Path) -> Path:
+    """The checkpoint; of a `run` that is training, and may remove it, a folder below `scratch` with its weights, also an adapter.
+
+    They last until this process ends, or `release`: links to files that it has opened, whose names may be gone.
+
+    Raises:
+        RemovedError: the checkpoint has been removed.
+    """
+    if lock_holder(run) is None:
+        return checkpoint
+    held = Path(tempfile.mkdtemp(prefix="held_", dir=scratch))
+    for path in sorted(path for name in ("hf", "adapter") for path in checkpoint.glob(f"{name}/*")):
+        (held / path.parent.name).mkdir(exist_ok=True)
+        try:
+            opened = f"/proc/{os.getpid()}/fd/{os.open(path, os.O_RDONLY)}"
+        except OSError:  # gone, or the error of who reads it
+            opened = str(path)
+        (held / path.parent.name / path.name).symlink_to(opened)
+    if not checkpoint.is_dir():
+        release(scratch)
+        remedy = "run the command again, or raise the run's checkpoint.keep"
+        raise RemovedError(f"{checkpoint}: the run, which is training, removed it while it was opened", remedy=remedy)
+    return held
+
+
+def release(scratch: Path) -> None:
+    """Close and remove what is held below the folder."""
+    for held in scratch.glob("held_*"):
+        for path in held.glob("*/*"):
+            if path.readlink().is_relative_to("/proc"):
+                os.close(int(path.readlink().name))
+        shutil.rmtree(held)
+
+
+def find_adapter(weights: Path, name: Path, option: str) -> Path:
+    """The PEFT folder beside where the checkpoint `name` has its weights.
 
     Raises:
         ConfigError: the run was not one with LoRA.
     """
     adapter = weights.with_name("adapter")
     if not (adapter / "adapter_config.json").is_file():
-        raise ConfigError(f"{weights.parent}: holds no adapter", remedy=f"leave {option} out: it holds all weights")
+        raise ConfigError(f"{name}: holds no adapter", remedy=f"leave {option} out: it holds all weights")
     return adapter
 
 
@@ -116,24 +172,40 @@ def export(run: Path, target: Path, step: int | None = None, *, adapter: bool = 
     folder, (run, own) = run, run_and_step(run)
     message, remedy = f"--step {step}: {folder} is the checkpoint of step {own}", "leave --step out, or name the run"
     refuse_if(own is not None and step not in (None, own), message, remedy=remedy)
-    source = find_weights(run, step if own is None else own)
+    with tempfile.TemporaryDirectory(prefix="megasync-export-") as scratch:
+        weights, source = hold_weights(run, Path(scratch), step if own is None else own)
+        try:
+            _export(run, source, target, adapter=adapter, merge=merge, name=weights.parent)
+        finally:
+            release(Path(scratch))
+    return weights.with_name("adapter") if adapter or merge else weights
+
+
+def _export(run: Path, source: Path, target: Path, *, adapter: bool, merge: bool, name: Path) -> None:
+    """`source`: a folder of weights that stays there; `name`: the checkpoint's, or the run's, in errors."""
     if adapter or merge:
-        source = find_adapter(source, "--merge" if merge else "--adapter")
+        source = find_adapter(source, name, "--merge" if merge else "--adapter")
     elif source.with_name("adapter").is_dir():
         remedy = "write --merge for base and adapter as one model, or --adapter for the adapter alone"
-        raise ConfigError(f"{source.parent}: holds an adapter alone, not the model's weights", remedy=remedy)
+        raise ConfigError(f"{name}: holds an adapter alone, not the model's weights", remedy=remedy)
     elif not (source / "config.json").is_file():
-        raise ConfigError(f"{source}: holds no config.json", remedy="take another checkpoint with --step")
+        raise ConfigError(f"{name / source.name}: holds no config.json", remedy="take another checkpoint with --step")
     check_weights(source)
     _check_free(target)
-    base, dtype = find_base(run, source) if merge else (source, "")
-    with _whole_or_not(target, base) as partial:
-        if merge:
-            merge_adapter(source, base, dtype, partial)
-        for path in sorted(source.iterdir()) if not merge else ():
+    if merge:
+        merge_base(run, source, target)
+        return
+    with _whole_or_not(target, source) as partial:
+        for path in sorted(source.iterdir()):
             if path.is_file():
                 shutil.copyfile(path, partial / path.name)
-    return source
+
+
+def merge_base(run: Path, adapter: Path, target: Path) -> None:
+    """Write the adapter, a PEFT folder of the run, and its base model as one to `target`, which is free, or nothing."""
+    base, dtype = find_base(run, adapter)
+    with _whole_or_not(target, base) as partial:
+        merge_adapter(adapter, base, dtype, partial)
 
 
 def export_version(run: Path, target: Path, version: int) -> Path:

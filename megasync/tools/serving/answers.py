@@ -19,6 +19,7 @@ import numpy as np
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.episodes.task import EpisodeResult
+from megasync.rewards.judges.judge import Judges
 from megasync.rewards.pool import RewardPool
 from megasync.rollouts.evaluation import Evaluation
 from megasync.rollouts.requests import begins_thinking, reward_inputs, sample_line
@@ -55,8 +56,11 @@ def own_reward(done: Completion | EpisodeResult) -> float | None:
 
 
 async def _score_all(config: Config, groups: list[list[RewardInput]]) -> list[list[float]]:
-    with RewardPool(config.rollout) as rewards:
-        scored = iter(await asyncio.gather(*map(rewards.score_group, filter(None, groups))))
+    with RewardPool(config.rollout, Judges(config.judges)) as rewards:
+        try:
+            scored = iter(await asyncio.gather(*map(rewards.score_group, filter(None, groups))))
+        finally:
+            await rewards.judges.close()
     return [[each.total for each in next(scored)] if group else [] for group in groups]
 
 

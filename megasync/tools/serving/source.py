@@ -6,7 +6,6 @@ source.config.model.path      # the folder: a checkpoint, one merged with its ad
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -18,23 +17,46 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
-from megasync.config.files import CHECKPOINTS, VERSIONS, lock_holder
+from megasync.config.files import VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.models.folder import check_model_folder, read_json_object
 from megasync.report.log import CONFIG_FILE
-from megasync.tools.export.command import checkpoints_of, export, export_version, find_weights, run_and_step
+from megasync.tools.export.command import (
+    checkpoints_of,
+    export_version,
+    hold,
+    hold_weights,
+    merge_base,
+    release,
+    run_and_step,
+)
 
 HF, ADAPTER = "hf", "adapter"
 
 
 @dataclass(frozen=True)
 class Source:
-    """`config.model.path` is the folder of the weights; the rest of the config says how they are sampled from."""
+    """`config.model.path` is the folder of the weights; the rest of the config says how they are sampled from.
+
+    `step`: of the run's weights, where they have one; `adapter`: the PEFT folder that was merged into them.
+    """
 
     config: Config
     name: str
     is_of_run: bool
+    step: int | None = None
+    adapter: Path | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A folder that stays there, with a name for it; `step`, `adapter`: as in Source."""
+
+    folder: Path
+    name: str
+    step: int | None
+    adapter: Path | None = None
 
 
 def find_source(target: Path, scratch: Path, step: int | None, overrides: list[str]) -> Source:
@@ -49,33 +71,39 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
     if place is not None:
         run, step, folder = place
         config = load_config(run / CONFIG_FILE, overrides)
-        weights, name = (folder, _name(run, folder)) if folder else weights_of(run, config, scratch, step)
-        held = hold(weights, scratch, run) if weights.is_relative_to(run / CHECKPOINTS) else weights
-        return Source(to_serve(config, held), f"{_short(run)}, {name}", True)
+        found = given_weights(run, folder, scratch, step) if folder else weights_of(run, config, scratch, step)
+        return Source(to_serve(config, found.folder), f"{_short(run)}, {found.name}", True, found.step, found.adapter)
     refuse_if(step is not None, f"--step {step}: {target} is no run", remedy="leave --step out, or name a run's folder")
     _check_is_model(target)
     return Source(to_serve(_config_for(target, scratch, overrides), target), str(target), False)
 
 
-def weights_of(run: Path, config: Config, scratch: Path, step: int | None) -> tuple[Path, str]:
-    """The folder of the weights after `step` steps, and its name: of a checkpoint, where it holds an adapter merged with the base
-    model as `megasync export --merge` does; else of the run's log of versions. 0: the model that the run starts from. None: the
-    newest checkpoint, or the run's final weights.
+def given_weights(run: Path, folder: Path, scratch: Path, step: int | None) -> Weights:
+    """`folder`: hf of a run, or of its checkpoint of `step`."""
+    held = folder if step is None else hold(folder.parent, scratch, run) / HF
+    return Weights(held, _name(run, folder), step)
+
+
+def weights_of(run: Path, config: Config, scratch: Path, step: int | None) -> Weights:
+    """The weights after `step` steps: of a checkpoint, where it holds an adapter merged with the base model as `megasync export
+    --merge` does; else of the run's log of versions. 0: the model that the run starts from. None: the newest checkpoint, or the
+    run's final weights.
 
     Raises:
         ConfigError: the run has no such weights.
     """
     is_checkpoint = step is None or step in checkpoints_of(run)
     if step == 0 and not is_checkpoint and not config.engine.lora.adapter_path:
-        return Path(config.model.path), "the model that it starts from"
+        return Weights(Path(config.model.path), "the model that it starts from", step)
     if step is not None and not is_checkpoint and (run / VERSIONS).is_dir():
         export_version(run, scratch / "version", step)
-        return scratch / "version", f"version {step}"
-    weights = find_weights(run, step)
-    if weights.is_dir() or not weights.with_name(ADAPTER).is_dir():
-        return weights, _name(run, weights)
-    export(run, scratch / "merged", step, merge=True)
-    return scratch / "merged", "adapter merged"
+        return Weights(scratch / "version", f"version {step}", step)
+    weights, held = hold_weights(run, scratch, step)
+    step, adapter = run_and_step(weights.parent)[1], held.with_name(ADAPTER)
+    if held.is_dir() or not adapter.is_dir():
+        return Weights(held, _name(run, weights), step)
+    merge_base(run, adapter, scratch / "merged")
+    return Weights(scratch / "merged", "adapter merged", step, adapter)
 
 
 def versions_of(run: Path) -> set[int]:
@@ -111,39 +139,10 @@ def each_version(
             yield version, config
             num_served += 1
         if num_served != 1:
-            _release(made)
+            release(made)
             shutil.rmtree(made)
     if errors and not num_served:
         raise errors[0]
-
-
-def hold(folder: Path, scratch: Path, run: Path) -> Path:
-    """The folder of a checkpoint; of a `run` that is training, and may remove it, a folder below `scratch` with the same files.
-
-    They last until this process ends: links to files that it has opened, whose names may be gone.
-
-    Raises:
-        ConfigError: the folder has been removed.
-    """
-    if lock_holder(run) is None:
-        return folder
-    held = Path(tempfile.mkdtemp(prefix="held_", dir=scratch))
-    for path in sorted(folder.parent.glob(f"{folder.name}/*")):
-        try:
-            opened = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            break
-        (held / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{opened}")
-    if not folder.is_dir():
-        remedy = "run the command again, or raise the run's checkpoint.keep"
-        raise ConfigError(f"{folder}: the run, which is training, removed it while it was opened", remedy=remedy)
-    return held
-
-
-def _release(folder: Path) -> None:
-    """Close the held files below the folder."""
-    for path in folder.glob("held_*/*"):
-        os.close(int(path.readlink().name))
 
 
 def _place_in_run(target: Path, step: int | None) -> tuple[Path, int | None, Path | None] | None:

@@ -113,6 +113,25 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_another_hears_of_the_end(sta
     assert isinstance(late.error, RunOverError)
 
 
+def test_a_node_that_is_lost_as_its_round_begins_is_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its entry in vain, and meet once more."""
+    options: dict[str, Any] = {"min_nodes": 3, "max_nodes": 3}
+    head, other, lost, spare = (start(number, **options) for number in (1, 2, 3, 4))
+
+    def gone(_: object) -> None:
+        lost.rendezvous._inner._stop_heartbeats()
+        raise RuntimeError
+
+    monkeypatch.setattr(lost.rendezvous, "_members", gone)
+    threads = [node.join() for node in (head, other, lost)]
+    threads[2].join(20)
+    threads.append(spare.join())
+    for thread in threads:
+        thread.join(60)
+    assert head.rounds == other.rounds == spare.rounds == [[1, 2, 4]] and not lost.rounds
+    assert [node.info.rank for node in (head, other, spare)] == [0, 1, 2]
+
+
 def test_fewer_nodes_go_on_in_a_number_that_fits(start: Start) -> None:
     """Of three that are left two have ranks, and the third has them once a fourth is there."""
     options: dict[str, Any] = {"min_nodes": 2, "max_nodes": 4, "wait": 3.0, "fits": lambda ranks: ranks % 2 == 0}

@@ -155,6 +155,7 @@ def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: P
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "c").mkdir()
+    (tmp_path / "d").mkdir()
     chosen, source = choose(run, tmp_path / "a", 2, []), find_source(run, tmp_path / "b", 1, [])
     assert chosen.step == 2 and "version 2" in chosen.name
     assert Path(chosen.served.model.path) == chosen.base == Path(chosen.config.model.path)
@@ -165,7 +166,7 @@ def test_a_step_without_a_checkpoint_comes_out_of_the_log(run: Path, tmp_path: P
     with pytest.raises(ConfigError, match=r"model.path = .*other: the weights are those of .*, step 2\n"):  # merged
         choose(run, tmp_path / "c", 2, ["engine.lora.rank=4", f"model.path={tmp_path / 'other'}"])
     with pytest.raises(ConfigError, match=r"has no version 7; the last there are: 0, 1, 2"):
-        choose(run, tmp_path / "c", 7, [])
+        choose(run, tmp_path / "d", 7, [])
 
 
 def test_responses_fit_into_what_the_replica_takes(run: Path) -> None:

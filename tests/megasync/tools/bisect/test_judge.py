@@ -321,3 +321,19 @@ def test_a_norm_that_nearly_multiplies_by_a_power_of_two_is_no_fault(wide: Refer
         return local_error(site, wide, Side("replica", tensors, torch.arange(32), torch.arange(32), 31)).ratio
 
     assert ratio(1e-6) <= 1 < ratio(0.03)
+
+
+def test_the_first_wrong_module_is_the_culprit_and_its_side_is_named(reference: Reference) -> None:
+    """Those after it compute with what it gave, and may be wrong as well."""
+    first, second = (reference.sites[f"{LAYER}.mlp.{name}"] for name in ("act_fn", "down_proj"))
+    replica = random_side(reference)
+    trainer = replace(replica, name="trainer", tensors=dict(replica.tensors))
+    sides = [(reference, trainer), (reference, replica)]
+    found = judge([first, second], sides)
+    assert [(each.site, each.side) for each in found.wrong] == [
+        (site.name, side) for site in (first, second) for side in ("trainer", "replica")
+    ]
+    assert found.culprit == found.wrong[0]
+    trainer.tensors[first.name] = right(reference, trainer, first.name).float()
+    culprit = judge([first, second], sides).culprit
+    assert culprit is not None and (culprit.site, culprit.side) == (first.name, "replica")

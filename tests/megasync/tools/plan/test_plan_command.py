@@ -111,6 +111,14 @@ def test_a_checkpoint_is_in_host_memory_file_by_file_or_as_a_whole(tmp_path: Pat
     assert hosts[2] == num_bytes("host_gpu_rank") + memory.parts["weights"] + memory.parts["optimizer"]
 
 
+def test_a_reference_is_a_copy_of_the_weights_unless_adapters_are_switched_off_for_it(tmp_path: Path) -> None:
+    config, request = config_of(tmp_path, "tiny", algorithm={"kl_coefficient": 0.1}), Request(1, hardware("h100"), 128.0)
+    changes: list[dict[str, Any]] = [{}, {"engine.lora.rank": 8}, {"algorithm.kl_coefficient": 0.0}]
+    parts = [make_plan(with_changes(config, change), request).stages[0].memory.parts for change in changes]
+    assert parts[0]["reference"] == parts[0]["weights"] > 0
+    assert ["reference" in each for each in parts] == [True, False, False]
+
+
 def test_the_command_prints_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_of(tmp_path, "tiny", model={"path": str(tmp_path / "model"), "dtype": "float32"})
     file, gpus = str(tmp_path / "config.yaml"), ["--gpu", "h100", "--gpus", "2"]
