@@ -1,0 +1,32 @@
+"""The keys of `service`. No torch in here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from bridge.config import ByteSize
+from engine.config import Section
+
+
+class ServiceConfig(Section):
+    """`megasync serve`: a server for clients that write the training loop themselves."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than loopback need a key in the environment variable MEGASYNC_API_KEY."""
+    base_model: str = ""
+    """Name of the base model for clients, such as Qwen/Qwen3-8B; empty: the name of the model's folder."""
+    frozen_unembed: bool = False
+    """true: clients that ask for an adapter of the output layer (train_unembed, their default) get none there; false: they get an
+    error, since the output layer has no adapter."""
+    max_body_bytes: Annotated[ByteSize, Field(ge=4096)] = 64 * 2**20
+    """Largest request body; larger ones are refused."""
+    max_waiting: PositiveInt = 1000
+    """Largest number of requests that wait; further ones are answered with 429, after which clients try again."""
+    max_result_bytes: Annotated[ByteSize, Field(ge=4096)] = 2**30
+    """Memory for results; beyond it the oldest are dropped."""
+    checkpoint_every: NonNegativeInt = 200
+    """State is written after this many training requests, so that a restart repeats at most as many; 0: never."""
+    poll_seconds: PositiveFloat = 20.0
+    """How long a client's question for a result waits before it is answered with 408."""

@@ -1,0 +1,233 @@
+"""Cases of test_driven.py, each on real ranks."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from bench.equivalence.measure import leave_groups
+from engine import driven as module
+from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, ParallelConfig
+from engine.driven import AdamParameters, AdapterSpec, Datum, Driven
+from engine.engine import Engine
+from engine.objective.token_losses import TOKEN_LOSSES
+from engine.peft import factors
+from engine.runtime import parallel
+
+LOSSES = tuple(TOKEN_LOSSES)
+ADAM = AdamParameters(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
+ALPHA, RANK = 16.0, 8
+
+
+def build(path: str, **options: Any) -> Driven:
+    split = ParallelConfig(**options.pop("parallel", {}))
+    parallel.initialize(split, seed=0)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA)
+    engine = EngineConfig(wrap="ddp", parallel=split, lora=lora, tokens_per_microbatch=40, **options)
+    return Driven(Engine(ModelConfig(path=path, dtype="float32"), engine, AlgorithmConfig(name="sft"), num_steps=1))
+
+
+def leaves_groups(case: Callable[..., Any]) -> Callable[..., Any]:
+    """These ranks take other cases later."""
+
+    @wraps(case)
+    def run(**arguments: Any) -> Any:
+        found = case(**arguments)
+        leave_groups()
+        return found
+
+    return run
+
+
+def make_data(seed: int, count: int = 6) -> list[Datum]:
+    random = np.random.default_rng(seed)
+    data = []
+    for _ in range(count):
+        length = int(random.integers(1, 24))
+        floats = {name: random.normal(size=length).astype(np.float32) for name in ("weights", "advantages")}
+        values = {**floats, "logprobs": (-3 + 0.5 * random.normal(size=length)).astype(np.float32)}
+        tokens, targets = (random.integers(0, 128, length) for _ in range(2))
+        data.append(Datum(tokens.astype(np.int32), targets.astype(np.int64), values))
+    return data
+
+
+def adapter_of(driven: Driven, name: str) -> dict[str, torch.Tensor]:
+    """Of all stages, on every rank: each tensor is one rank's to write."""
+    own = {key: tensor.cpu() for key, tensor in driven.save_peft(name)[1].items()}
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, own)
+    return {key: tensor for part in parts for key, tensor in part.items()}
+
+
+class Reference:
+    """The same in plain torch on transformers: fused linears share their A, as they do in the engine."""
+
+    def __init__(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model.requires_grad_(False)
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+        for key in tensors:
+            linear = key.removeprefix(factors.PREFIX).rpartition(".lora_")[0]
+            if key.endswith("lora_A.weight"):
+                _, _, last = linear.rpartition(".")
+                owner = key.replace(last, shared.get(last, last))
+                if owner not in self.parameters:
+                    self.parameters[owner] = torch.nn.Parameter(tensors[owner].clone())
+                b_key = key.replace("lora_A", "lora_B")
+                self.parameters[b_key] = torch.nn.Parameter(tensors[b_key].clone())
+                self._adapt(self.model.get_submodule(linear), self.parameters[owner], self.parameters[b_key], ALPHA / rank)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=ADAM.learning_rate,
+            betas=(ADAM.beta1, ADAM.beta2),
+            eps=ADAM.eps,
+            weight_decay=ADAM.weight_decay,
+        )
+
+    @staticmethod
+    def _adapt(module: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        plain = module.forward
+        module.forward = lambda x: plain(x) + scale * F.linear(F.linear(x, a), b)  # type: ignore[method-assign]
+
+    def pass_(self, data: list[Datum], name: str, options: dict[str, float]) -> tuple[list[torch.Tensor], float]:
+        total, found = torch.zeros(()), []
+        for each in data:
+            logits = self.model(torch.from_numpy(each.tokens).long()[None]).logits[0]
+            p = logits.log_softmax(-1).gather(1, torch.from_numpy(each.targets)[:, None])[:, 0]
+            v = {key: torch.from_numpy(value) for key, value in each.values.items()}
+            found.append(p.detach())
+            total = total + loss_by_hand(name, p, v, options)
+        total.backward()
+        return found, float(total)
+
+    def step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), ADAM.grad_clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+
+def loss_by_hand(name: str, p: torch.Tensor, v: dict[str, torch.Tensor], options: dict[str, float]) -> torch.Tensor:
+    if name == "cross_entropy":
+        return -(p * v["weights"]).sum()
+    ratio, a = (p - v["logprobs"]).exp(), v["advantages"]
+    if name == "importance_sampling":
+        return -(ratio * a).sum()
+    low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
+    if name == "ppo":
+        return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
+    if name == "cispo":
+        return -(ratio.detach().clamp(low, high) * p * a).sum()
+    return -(p * a - 0.5 * options.get("beta", 0.05) * (p - v["logprobs"]) ** 2).sum()
+
+
+@leaves_groups
+def against_torch(path: str, rank: int, parallel: dict[str, int]) -> dict[str, dict[str, float]]:
+    """For each loss the largest relative differences, over two optimizer steps of two accumulated passes each."""
+    driven, found = build(path, parallel=parallel), {}
+    for number, loss in enumerate(LOSSES):
+        driven.create(loss, AdapterSpec(rank=rank, seed=number))
+        reference = Reference(path, adapter_of(driven, loss), rank)
+        options = {"clip_low_threshold": 0.7} if loss == "ppo" else {}
+        worst = dict.fromkeys(("log_probs", "loss", "norm", "weights"), 0.0)
+        for step in range(2):
+            for part in range(2):
+                data = make_data(100 * number + 10 * step + part)
+                passed = driven.forward_backward(loss, data, loss, options)
+                log_probs, total = reference.pass_(data, loss, options)
+                for own, other in zip(passed.log_probs, log_probs, strict=True):
+                    worst["log_probs"] = max(worst["log_probs"], difference(torch.from_numpy(own), other))
+                worst["loss"] = max(worst["loss"], abs(passed.loss - total) / max(1.0, abs(total)))
+            norm, other_norm = driven.optim_step(loss, ADAM), reference.step()
+            worst["norm"] = max(worst["norm"], abs(norm - other_norm) / other_norm)
+        tensors = adapter_of(driven, loss)
+        for key, parameter in reference.parameters.items():
+            worst["weights"] = max(worst["weights"], difference(tensors[key], parameter.detach()))
+        found[loss] = worst
+    return found
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to the largest value."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) if a.numel() else 0.0
+
+
+def train(driven: Driven, name: str, steps: range) -> list[float]:
+    return [
+        value
+        for step in steps
+        for value in (
+            driven.forward_backward(name, make_data(step), "ppo", {}).loss,
+            driven.forward_backward(name, make_data(step), "cross_entropy", {}, has_gradients=False).loss,
+            driven.forward_backward(name, make_data(1000 + step), "cross_entropy", {}).loss,
+            driven.optim_step(name, ADAM),
+        )
+    ]
+
+
+@leaves_groups
+def in_turns(path: str, parallel: dict[str, int]) -> dict[str, bool]:
+    """Whether two adapters that take turns, one of them saved and loaded on the way, have the bits of each alone."""
+    specs = {"one": AdapterSpec(rank=RANK), "two": AdapterSpec(rank=3, train_mlp=False, seed=5)}
+    driven = build(path, parallel=parallel)
+    alone = {}
+    for name, spec in specs.items():
+        driven.create(name, spec)
+        alone[name] = (train(driven, name, range(4)), adapter_of(driven, name))
+        driven.forget(name)
+    values: dict[str, list[float]] = {name: [] for name in specs}
+    for name, spec in specs.items():
+        driven.create(name, spec)
+    for step in range(4):
+        for name in specs:
+            values[name] += train(driven, name, range(step, step + 1))
+        driven.show(None, {})  # as a sync of the base model does
+    equal = {name: values[name] == alone[name][0] for name in specs}
+    for name in specs:
+        own, other = adapter_of(driven, name), alone[name][1]
+        equal[f"{name}'s weights"] = own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+    with tempfile.TemporaryDirectory() as folder:
+        driven.save("two", Path(folder))
+        after = train(driven, "two", range(4, 6))
+        driven.load("two", Path(folder), with_optimizer=True)
+        equal["resumed"] = train(driven, "two", range(4, 6)) == after
+    return equal
+
+
+@leaves_groups
+def refusals(path: str) -> dict[str, str]:
+    driven = build(path)
+    found = {}
+
+    def expect(key: str, call: Any) -> None:
+        try:
+            call()
+        except module.RefusedError as error:
+            found[key] = str(error)
+
+    expect("rank", lambda: driven.create("a", AdapterSpec(rank=RANK + 1)))
+    driven.create("a", AdapterSpec(rank=2))
+    before = adapter_of(driven, "a")
+    expect("twice", lambda: driven.create("a", AdapterSpec(rank=2)))
+    expect("nothing", lambda: driven.create("b", AdapterSpec(rank=2, train_attn=False, train_mlp=False)))
+    expect("unknown", lambda: driven.optim_step("c", ADAM))
+    (datum,) = make_data(0, 1)
+    broken = Datum(datum.tokens, datum.targets, {**datum.values, "weights": np.full(len(datum.tokens), math.inf, np.float32)})
+    expect("loss", lambda: driven.forward_backward("a", [broken], "cross_entropy", {}))
+    found["norm"] = str(driven.optim_step("a", ADAM))
+    after = adapter_of(driven, "a")
+    decay = 1 - ADAM.learning_rate * ADAM.weight_decay
+    found["only decayed"] = str(all(torch.allclose(before[key] * decay, after[key]) for key in before))
+    return found

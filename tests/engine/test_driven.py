@@ -1,0 +1,48 @@
+"""Driven against plain torch on transformers, and several adapters in turns against each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import write_tiny_model
+
+CASES = "tests.engine.driven_cases"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("driven"), "qwen3", tied=True, num_hidden_layers=2))
+
+
+def check(worst: dict[str, float]) -> None:
+    """Adam divides small gradients by their own size, and so enlarges their rounding."""
+    assert max(worst[name] for name in ("log_probs", "loss", "norm")) < 1e-5
+    assert worst["weights"] < 1e-4
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(8, {}), (3, {}), (8, {"tensor": 2}), (8, {"pipeline": 2}), (8, {"context": 2})])
+def test_losses_gradients_and_steps_are_those_of_torch(model: str, rank: int, layout: dict[str, int]) -> None:
+    (found, *_) = run_ranks(2 if layout else 1, f"{CASES}:against_torch", {"path": model, "rank": rank, "parallel": layout})
+    for loss, worst in found.items():
+        print(loss, worst)
+        check(worst)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_adapters_in_turns_have_the_bits_of_each_alone(model: str, num_ranks: int) -> None:
+    for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": model, "parallel": {}}):
+        assert equal == dict.fromkeys(equal, True)
+
+
+def test_refusals_change_nothing(model: str) -> None:
+    (found,) = run_ranks(1, f"{CASES}:refusals", {"path": model})
+    assert set(found) == {"rank", "twice", "nothing", "unknown", "loss", "norm", "only decayed"}
+    assert (found["norm"], found["only decayed"]) == ("0.0", "True")
+
+
+def test_data_parallel_ranks_compute_the_same(model: str, tmp_path: Path) -> None:
+    (found, *_) = run_ranks(2, f"{CASES}:against_torch", {"path": model, "rank": 8, "parallel": {}})
+    for worst in found.values():
+        check(worst)
