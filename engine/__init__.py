@@ -16,9 +16,11 @@ peft/         adapters to and from PEFT's folders
 objective/    advantages, log-probs, losses, metrics
 minibatch.py  a batch's samples become mini-batches with advantages, packed for this rank
 passes.py     micro-batches through the model, by megatron-core's schedule
+teacher.py    a teacher's log-probs for micro-batches, by a model in the trainer
 offload.py    parameters, gradients and optimizer state to host memory and back
 alike.py      whether all ranks start from the same model
 engine.py     Engine: prepare, update, whole_parameters
+driven.py     Driven: forward_backward and optim_step of several adapters, whose loop is the caller's
 trace.py      one forward pass that records every intermediate tensor
 checkpoint/   save and resume: cut-off safe, in any layout, beside the training if wanted
 """

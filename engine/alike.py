@@ -96,8 +96,8 @@ def _named(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Te
     for name, tensor in (*chunk.named_parameters(), *router_bias.named(chunk)):
         yield global_name(chunk, name), tensor, tensor
     for name, linear in adapted_linears([chunk]):
-        if linear.lora_start is not None:
-            for kind, tensor in zip(("lora_a", "lora_b"), linear.lora_start, strict=True):
+        for kept in linear.lora_kept.values():
+            for kind, tensor in zip(("lora_a", "lora_b"), kept, strict=True):
                 yield f"{name}.{kind} of the start model", tensor, getattr(linear, kind)
 
 

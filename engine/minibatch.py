@@ -7,18 +7,21 @@ Try it: tests/engine/test_engine.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.objective import advantages, loss
+from engine.objective.advantages import Numbers
 from engine.attention import context
 from engine.runtime.parallel import Layout
 from engine.moe import router
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import Balance, padding_fraction, plan_microbatches
-from engine.config import AlgorithmConfig, EngineConfig
+from engine.config import AlgorithmConfig, EngineConfig, is_own
+from engine.objective.own import OwnFunctions
 
 
 @dataclass
@@ -32,16 +35,47 @@ class MiniBatch:
     padding: float = 0.0  # share of the tokens of all ranks' micro-batches
 
 
-def with_advantages(table: SampleTable, algorithm: AlgorithmConfig, max_new_tokens: int) -> SampleTable:
-    """The table with the advantage of each sample's member."""
+def with_advantages(
+    table: SampleTable, algorithm: AlgorithmConfig, max_new_tokens: int, own: OwnFunctions, penalties: Numbers | None = None
+) -> SampleTable:
+    """The table with the advantage of each sample's member. `penalties`: of each sample, taken from its member's reward.
+
+    Raises:
+        ValueError: a function of the user's own raised, or returned something else than finite numbers.
+    """
     members = table.members
     _, firsts = np.unique(members, return_index=True)
-    rewards, groups = (table.columns[name][firsts].tolist() for name in ("reward", "group"))
+    rewards, lengths = table.columns["reward"][firsts], np.bincount(members, table.sampled_lengths).astype(np.int64)
     if algorithm.truncated == "penalise":
-        lengths = [int(number) for number in np.bincount(members, table.sampled_lengths)]
-        rewards = advantages.penalised_rewards(rewards, lengths, max_new_tokens, algorithm.overlong_buffer)
-    found = advantages.group_advantages(rewards, groups, algorithm.normalize_advantage_by_std, algorithm.baseline)
-    return dataclasses.replace(table, advantages=np.array(found)[members])
+        given = rewards.tolist(), lengths.tolist()
+        rewards = np.array(advantages.penalised_rewards(*given, max_new_tokens, algorithm.overlong_buffer))
+    if penalties is not None:
+        rewards = rewards - np.bincount(members, penalties)
+    batch = advantages.AdvantageInput(
+        rewards=np.asarray(rewards, np.float64),
+        groups=table.columns["group"][firsts],
+        lengths=lengths,
+        config=algorithm,
+        parts=table.columns["reward_parts"][firsts],
+        part_weights=own.part_weights,
+        greedy_rewards=table.columns["greedy_reward"][firsts],
+    )
+    try:
+        found = advantages.checked_advantages(own.advantage_of(algorithm)(batch), len(firsts))
+    except Exception as error:
+        if not is_own(algorithm.advantage):
+            raise
+        raise ValueError(f"algorithm.advantage = {algorithm.advantage}: {type(error).__name__}: {error}") from error
+    return dataclasses.replace(table, advantages=found[members])
+
+
+def set_advantages(minibatches: Sequence[MiniBatch], table: SampleTable) -> None:
+    """Write the advantages of the table, of the whole batch, into micro-batches that are packed already."""
+    for mini in minibatches:
+        for micro in mini.microbatches:
+            if micro.samples:
+                own = table.advantages[mini.first_sample :][micro.samples].astype(np.float32)
+                micro.advantages = torch.from_numpy(own).to(micro.advantages.device)[micro.segment]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 
 from engine.runtime import device
 from engine.config import OFFLOAD_KINDS
+from engine.teacher import Teacher
 from engine.wrap.optimizer import inner_optimizers
 from engine.wrap.table import FrozenModel, WrappedModel
 
@@ -36,6 +37,9 @@ class HasState(Protocol):
 
     @property
     def reference(self) -> WrappedModel | FrozenModel | None: ...
+
+    @property
+    def teacher(self) -> Teacher | None: ...
 
 
 class Offload:
@@ -152,6 +156,8 @@ def _parameters(engine: HasState) -> Iterator[torch.Tensor]:
     yield from engine.wrapped.parameters()
     if engine.reference is not None:
         yield from engine.reference.parameters()
+    if engine.teacher is not None:
+        yield from engine.teacher.parameters()
 
 
 def _optimizer(engine: HasState) -> Iterator[torch.Tensor]:

@@ -6,6 +6,8 @@ these are in the loss. Several samples may be branches of one episode: its sampl
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +17,7 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+TEACHER_ARRAYS = {"teacher_log_probs": np.float32, "teacher_top_ids": np.int32, "teacher_top_log_probs": np.float32}
 TOKEN_ARRAYS = {"prompt_ids": np.int32, "response_ids": np.int32, "rollout_log_probs": np.float32, "weight_versions": np.int32}
 
 
@@ -45,13 +48,22 @@ class Sample:
     group: int = 0  # samples of one prompt share it
     member: int = -1  # of its group, which consecutive samples share where they are branches of one episode; -1: no other has it
     finish_reason: str = "stop"  # stop | length: the response was cut off at the most tokens allowed
+    reward_parts: Sequence[float] = ()  # of each reward, without its weight, where there are several; NaN: not known
+    greedy_reward: float = math.nan  # of its prompt's greedy response, where there is one
     # [tokens - 1, layers, experts of a token], where vLLM returned them; of all tokens but the last, which went through no layer
     routed_experts: ExpertArray = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
+    # [response tokens + kept tokens]: of each response token how many tokens the sampler kept, then their ids; empty: not known
+    support: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     # [response tokens]; log-probs and versions of the others have no meaning; empty: all are sampled
     is_sampled: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    # [response tokens], natural log-probs by a teacher that was asked in the rollout; of given tokens without meaning
+    teacher_log_probs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    # [response tokens, k], the teacher's most likely tokens at each position, and their natural log-probs
+    teacher_top_ids: IntArray = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    teacher_top_log_probs: FloatArray = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def __post_init__(self) -> None:
-        for name, dtype in TOKEN_ARRAYS.items():
+        for name, dtype in {**TOKEN_ARRAYS, **TEACHER_ARRAYS, "support": np.int32}.items():
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
         mask = np.asarray(self.is_sampled, np.bool_)
         assert len(mask) in (0, len(self.response_ids)), "a mask has a value for each response token"

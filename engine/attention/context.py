@@ -87,7 +87,9 @@ def shard_microbatches(microbatches: list[MicroBatch], parallel: ParallelConfig)
     group, uses_ulysses, parts = mpu.get_context_parallel_group(), parallel.context_attention == "ulysses", []
     for micro in microbatches:
         part = ContextPart.from_lengths(micro.sequences.lengths, group, micro.tokens.device, uses_ulysses=uses_ulysses)
-        read: dict[str, Any] = {name: getattr(micro, name)[:, part.own] for name in ("tokens", "labels", "position_ids")}
+        others = ("support", "teacher_top_ids", "teacher_top_log_probs")
+        names = ("tokens", "labels", "position_ids", *(name for name in others if getattr(micro, name) is not None))
+        read: dict[str, Any] = {name: getattr(micro, name)[:, part.own] for name in names}
         micro.sequences.context = part
         if micro.sequences.routing is not None:
             micro.sequences.routing = micro.sequences.routing.part(part.own)

@@ -16,9 +16,11 @@ import numpy.typing as npt
 import torch
 
 from engine.batch.packed import NO_EXPERT, PackedSequences
-from engine.sample import TOKEN_ARRAYS, BoolArray, FloatArray, Sample
+from engine.sample import TEACHER_ARRAYS, TOKEN_ARRAYS, BoolArray, FloatArray, Sample
 
-COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in (*TOKEN_ARRAYS, "routed_experts", "is_sampled"))
+ARRAYS = (*TOKEN_ARRAYS, *TEACHER_ARRAYS, "routed_experts", "support", "is_sampled")
+COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in ARRAYS)
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +30,12 @@ class SampleTable:
     prompt_lengths: npt.NDArray[np.int64]
     response_lengths: npt.NDArray[np.int64]
     sampled_lengths: npt.NDArray[np.int64]  # of the responses, without given tokens
+    support_lengths: npt.NDArray[np.int64]  # of Sample.support
     advantages: npt.NDArray[np.float64]  # 0 until they are known
     columns: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, all that are no arrays themselves
     samples: Sequence[Sample | None]  # None: another data-parallel rank has its tokens
     routed: tuple[int, int, str] | None = None  # layers, experts of a token, dtype of their `routed_experts`, where there are any
+    teacher_top_k: int | None = None  # k of the teacher's arrays, 0: of sampled tokens alone; None: no sample has any
 
     @staticmethod
     def from_samples(samples: Sequence[Sample] | SampleTable) -> SampleTable:
@@ -42,10 +46,12 @@ class SampleTable:
             prompt_lengths=np.array([len(sample.prompt_ids) for sample in samples], np.int64),
             response_lengths=np.array([len(sample.response_ids) for sample in samples], np.int64),
             sampled_lengths=np.array([sample.num_sampled for sample in samples], np.int64),
+            support_lengths=_support_lengths(samples),
             advantages=np.zeros(len(samples)),
             columns={name: np.array([getattr(sample, name) for sample in samples]) for name in COLUMNS},
             samples=samples,
             routed=_routed(samples),
+            teacher_top_k=_teacher_top_k(samples),
         )
 
     def __len__(self) -> int:
@@ -75,6 +81,7 @@ class SampleTable:
             prompt_lengths=self.prompt_lengths[cut],
             response_lengths=self.response_lengths[cut],
             sampled_lengths=self.sampled_lengths[cut],
+            support_lengths=self.support_lengths[cut],
             advantages=self.advantages[cut],
             columns={name: column[cut] for name, column in self.columns.items()},
             samples=self.samples[cut],
@@ -88,11 +95,23 @@ class SampleTable:
         return dataclasses.replace(self, samples=kept)
 
 
+def _support_lengths(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
+    known = {bool(len(sample.support)) for sample in samples if len(sample.response_ids)}
+    assert len(known) <= 1, "the support of all samples is known, or of none"
+    return np.array([len(sample.support) for sample in samples], np.int64)
+
+
 def _routed(samples: Sequence[Sample]) -> tuple[int, int, str] | None:
     arrays = [sample.routed_experts for sample in samples if len(sample.routed_experts)]
     forms = {(*array.shape[1:], str(array.dtype)) for array in arrays}
     assert len(forms) <= 1, "all samples come from one model"
     return next(iter(forms), None)
+
+
+def _teacher_top_k(samples: Sequence[Sample]) -> int | None:
+    found = {sample.teacher_top_ids.shape[1] for sample in samples if len(sample.teacher_log_probs)}
+    assert len(found) <= 1, "all teachers are asked for as many tokens"
+    return next(iter(found), None)
 
 
 @dataclass
@@ -115,14 +134,30 @@ class MicroBatch:
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
     member_tokens: torch.Tensor  # float32 [samples, at least 1]: sampled tokens of all samples of each one's member
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
+    # int64 [most kept tokens, T]: those that the sampler kept where labels[t] was sampled, then NO_TOKEN; else the label alone
+    support: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None  # float32 [T], where they are computed before the update
     policy_log_probs: torch.Tensor | None = None  # float32 [T]: the old log-probs that the update has used
     reference_log_probs: torch.Tensor | None = None  # float32 [T]
     own_choice_log_probs: torch.Tensor | None = None  # float32 [T], with the experts that the trainer's routers choose
+    teacher_log_probs: torch.Tensor | None = None  # float32 [T], of the labels
+    # int64 and float32 [1, T, k], the teacher's most likely tokens after each one; shared among context ranks as `labels` are
+    teacher_top_ids: torch.Tensor | None = None
+    teacher_top_log_probs: torch.Tensor | None = None
+    teacher_hidden: torch.Tensor | None = None  # [1, T, size], what the teacher's output layer gets; shared likewise
 
     @property
     def num_tokens(self) -> int:
         return len(self.mask)
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        """What is read beside logits: the labels, int64 [1, T], and below them the support, if there is one; then of a teacher
+        its hidden states, or its most likely tokens.
+        """
+        labels = self.labels if self.support is None else torch.cat([self.labels, self.support])
+        teacher = (self.teacher_hidden, self.teacher_top_ids, self.teacher_top_log_probs)
+        return labels, *(each for each in teacher if each is not None)
 
 
 class _Arrays(NamedTuple):
@@ -134,13 +169,23 @@ class _Arrays(NamedTuple):
     advantages: FloatArray
     rollout_log_probs: FloatArray
     routed_experts: npt.NDArray[np.int16] | None
+    support: npt.NDArray[np.int64]  # [most kept tokens, T]
+    teacher: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, where there are any
 
     @staticmethod
-    def empty(num_tokens: int, routed: tuple[int, int, str] | None) -> _Arrays:
+    def empty(num_tokens: int, table: SampleTable, num_kept: int) -> _Arrays:
         tokens, labels = (np.zeros(num_tokens, np.int64) for _ in range(2))
         mask, advantages, log_probs = (np.zeros(num_tokens, np.float32) for _ in range(3))
-        experts = None if routed is None else np.full((num_tokens, *routed[:2]), NO_EXPERT, np.int16)
-        return _Arrays(tokens, labels, mask, advantages, log_probs, experts)
+        experts = None if table.routed is None else np.full((num_tokens, *table.routed[:2]), NO_EXPERT, np.int16)
+        support = np.full((num_kept, num_tokens), NO_TOKEN, np.int64)
+        support[:1] = 0  # the label of padding
+        teacher: dict[str, npt.NDArray[Any]] = {}
+        if table.teacher_top_k is not None:
+            teacher["teacher_log_probs"] = np.zeros(num_tokens, np.float32)
+        if table.teacher_top_k:
+            teacher["teacher_top_ids"] = np.zeros((num_tokens, table.teacher_top_k), np.int64)
+            teacher["teacher_top_log_probs"] = np.zeros((num_tokens, table.teacher_top_k), np.float32)
+        return _Arrays(tokens, labels, mask, advantages, log_probs, experts, support, teacher)
 
     def put(self, sample: Sample, begin: int, advantage: float, *, has_weight: bool) -> None:
         """Write a sample's values, beginning at token `begin`."""
@@ -155,6 +200,18 @@ class _Arrays(NamedTuple):
             self.rollout_log_probs[predictions] = sample.rollout_log_probs
         if self.routed_experts is not None:
             self.routed_experts[begin : end - 1] = sample.routed_experts if len(sample.routed_experts) else 0
+        for name, values in self.teacher.items():
+            values[predictions] = getattr(sample, name)
+        if len(self.support):
+            self.support[0, begin:end] = self.labels[begin:end]
+            self._put_support(sample, predictions.start)
+
+    def _put_support(self, sample: Sample, begin: int) -> None:
+        """`begin`: the position that predicts the first response token."""
+        number = len(sample.response_ids)
+        counts, ids = sample.support[:number], sample.support[number:]
+        row = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self.support[row, begin + np.repeat(np.arange(len(counts)), counts)] = ids
 
 
 def pack(
@@ -174,11 +231,13 @@ def pack(
     padding = -sum(spans) % multiple
     starts = [0, *np.cumsum(spans).tolist()]
     member_tokens = np.bincount(table.members, table.sampled_lengths)[table.members[chosen]].astype(np.float32)
-    arrays = _Arrays.empty(sum(spans) + padding, table.routed)
+    num_kept = max((_most_kept(table.samples[index]) for index in chosen), default=0)
+    arrays = _Arrays.empty(sum(spans) + padding, table, num_kept)
     for index, begin in zip(chosen, starts, strict=False):
         sample = table.samples[index]
         assert sample is not None, f"the tokens of sample {index} are on another rank"
         arrays.put(sample, begin, table.advantages[index], has_weight=bool(indices))
+    teacher = {name: on_device(values) for name, values in arrays.teacher.items()}
     return MicroBatch(
         samples=indices,
         tokens=on_device(arrays.tokens)[None],
@@ -192,4 +251,11 @@ def pack(
         rollout_log_probs=on_device(arrays.rollout_log_probs),
         member_tokens=on_device(member_tokens),
         routed_experts=None if arrays.routed_experts is None else on_device(arrays.routed_experts),
+        support=on_device(arrays.support) if num_kept else None,
+        **{name: values[None] if values.dim() == 2 else values for name, values in teacher.items()},
     )
+
+
+def _most_kept(sample: Sample | None) -> int:
+    """At a token of the sample."""
+    return 0 if sample is None else int(sample.support[: len(sample.response_ids)].max(initial=0))

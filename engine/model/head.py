@@ -14,24 +14,33 @@ import torch
 from engine.runtime.megatron import ColumnParallelLinear, tensor_parallel
 
 Values = tuple[torch.Tensor, ...]  # each float32 [T]
-# of logits [1, T, vocabulary / tensor size] and labels int64 [1, T]
-LogitsFunction = Callable[[torch.Tensor, torch.Tensor], Values]
+# of logits [1, T, vocabulary / tensor size], labels int64 [1, T], and what else is known of each token [1, T, ...]
+LogitsFunction = Callable[..., Values]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Reader(NamedTuple):
-    """Functions that read values from logits. Only the first value has a gradient."""
+    """Functions that read values from logits. Only the first `num_trained` values have a gradient."""
 
     read: LogitsFunction
-    reread: LogitsFunction  # in the backward pass, where logits are read in chunks; gives at least the first value
+    reread: LogitsFunction  # in the backward pass, where logits are read in chunks; gives at least these values
+    num_trained: int = 1
 
 
 class Request(NamedTuple):
     """Reading of a micro-batch's logits, in chunks of at most `chunk_tokens` tokens."""
 
-    labels: torch.Tensor
+    targets: tuple[torch.Tensor, ...]  # what the reader gets beside logits; the labels are the first
     reader: Reader
     chunk_tokens: int
+
+    @property
+    def parts(self) -> list[slice]:
+        return parts(self.targets[0].shape[1], self.chunk_tokens)
+
+    def read(self, function: LogitsFunction, logits: torch.Tensor, part: slice) -> Values:
+        """The values of some tokens, `part`, with their logits."""
+        return function(logits, *(each[:, part] for each in self.targets))
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,21 +76,29 @@ def own_gradient(weight: torch.Tensor, is_needed: bool) -> None:
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """megatron-core's with another product. With a `next_request` the next output is what it reads, float32 [T, 1, values]."""
+    """megatron-core's with another product. With a `next_request` the next output is what it reads, float32 [T, 1, values]; if it
+    `gives_hidden` that is its input, whole [T, 1, size], and the weight is remembered.
+    """
 
     next_request: Request | None = None
+    gives_hidden = False
+    used_weight: torch.Tensor | None = None
     product: Product = staticmethod(plain)
 
     def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         request, self.next_request = self.next_request, None
-        if request is None and self.product is plain:
+        if request is None and self.product is plain and not self.gives_hidden:
             return super().forward(input_, weight, *args, **kwargs)
         if self.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             hidden = gather(input_, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        hidden, weight = hidden.squeeze(1), self.weight if weight is None else weight
+        weight = self.weight if weight is None else weight
+        if self.gives_hidden:
+            self.used_weight = weight.detach()
+            return hidden, None
+        hidden = hidden.squeeze(1)
         if request is None:
             return self.product(hidden, weight)[:, None], None
         values = _InChunks.apply(hidden, weight, self.product, request)  # type: ignore[no-untyped-call]
@@ -106,31 +123,33 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, product: Product, request: Request) -> Values:
         ctx.save_for_backward(hidden, weight)
         ctx.product, ctx.request = product, request
-        parts = [request.reader.read(product(hidden[part], weight)[None], request.labels[:, part]) for part in _parts(request)]
+        read = request.reader.read
+        parts = [request.read(read, product(hidden[part], weight)[None], part) for part in request.parts]
         results = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*results[request.reader.num_trained :])
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         own_gradient(weight, ctx.needs_input_grad[1])
-        request, (gradient, *_) = ctx.request, gradients
+        request = ctx.request
+        number = request.reader.num_trained
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
-        for part in _parts(request):
+        for part in request.parts:
             logits = ctx.product(hidden[part], weight)[None].requires_grad_()
             with torch.enable_grad():
-                first, *_ = request.reader.reread(logits, request.labels[:, part])
-            of_logits = torch.autograd.grad(first, logits, gradient[part])[0][0].to(weight.dtype)
+                trained = request.read(request.reader.reread, logits, part)[:number]
+            of_values = [gradient[part] for gradient in gradients[:number]]
+            of_logits = torch.autograd.grad(trained, logits, of_values)[0][0].to(weight.dtype)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 of_weight += of_logits.t() @ hidden[part]
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
 
 
-def _parts(request: Request) -> list[slice]:
+def parts(num_tokens: int, chunk_tokens: int) -> list[slice]:
     """Nearly equal chunks of the tokens, of at most `chunk_tokens`."""
-    num_tokens = request.labels.shape[1]
-    size = -(-num_tokens // -(-num_tokens // request.chunk_tokens))
+    size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, par
 from engine.model import exact
 from engine.model.build import global_name, gpt_model
 
+START = "start"  # the name of the adapters of the start model
 NamedLinears = Iterator[tuple[str, Any]]
 
 
@@ -41,12 +43,12 @@ class _Adapted:
     lora_scale: float
     lora_dropout: float
     lora_training = False
-    lora_is_reference = False
-    lora_start: tuple[torch.Tensor, torch.Tensor] | None = None  # A and B of the start model, where it had any
+    lora_shown = ""  # the name of the adapter in use; empty: the policy's
+    lora_kept: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = MappingProxyType({})  # A and B of others, by name
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A and B of the policy or, under `reference`, of the start model."""
-        return self.lora_start if self.lora_is_reference else (self.lora_a, self.lora_b)
+        """A and B of the policy or, under `showing`, of the adapter of that name, where there is any."""
+        return self.lora_kept.get(self.lora_shown) if self.lora_shown else (self.lora_a, self.lora_b)
 
     def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
         """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
@@ -58,6 +60,14 @@ class _Adapted:
             return F.dropout(inputs, self.lora_dropout)
 
 
+def product(inputs: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """inputs [..., in] with factor [out, in]: the same bits with a factor that is trained and with one that is kept.
+
+    Of transposed inputs, F.linear makes one product or a batch of them, by whether the factor requires a gradient.
+    """
+    return F.linear(inputs.flatten(0, -2), factor).view(*inputs.shape[:-1], -1)
+
+
 class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: ignore[misc]
     """y_i = W_i x + scale B_i (A x)."""
 
@@ -65,12 +75,12 @@ class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: igno
         output, bias = super().forward(input_, *args, **kwargs)
         if (factors := self._factors()) is None:
             return output, bias
-        low = F.linear(self._dropped(input_, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
+        low = product(self._dropped(input_, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
         if self.sequence_parallel:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + F.linear(low, factors[1]), bias
+        return output + product(low, factors[1]), bias
 
 
 class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[misc]
@@ -80,12 +90,12 @@ class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[mis
         output, bias = super().forward(input_)
         if (factors := self._factors()) is None:
             return output, bias
-        low = F.linear(self._dropped(input_, is_shard=True), factors[0]) * self.lora_scale
+        low = product(self._dropped(input_, is_shard=True), factors[0]) * self.lora_scale
         if self.sequence_parallel:
             low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + F.linear(low, factors[1]), bias
+        return output + product(low, factors[1]), bias
 
 
 class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
@@ -95,8 +105,8 @@ class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
         output = super().forward(inputs)
         if (factors := self._factors()) is None:
             return output
-        low = F.linear(self._dropped(inputs, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
-        return output + F.linear(low, factors[1])
+        low = product(self._dropped(inputs, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
+        return output + product(low, factors[1])
 
 
 class AdaptedExpertLinear(_Adapted, ExpertLinear):
@@ -179,32 +189,45 @@ def adapted_linears(chunks: list[torch.nn.Module]) -> NamedLinears:
                 yield global_name(chunk, name), module
 
 
-def keep_start(chunks: list[torch.nn.Module]) -> None:
-    """Keep a copy of the adapters of now, not yet wrapped, as those of the start model."""
+def keep(chunks: list[torch.nn.Module], name: str) -> None:
+    """Keep a copy of the adapters of now, not yet wrapped, under a name."""
     for _, linear in adapted_linears(chunks):
-        linear.lora_start = (linear.lora_a.detach().clone(), linear.lora_b.detach().clone())
+        linear.lora_kept = {**linear.lora_kept, name: (linear.lora_a.detach().clone(), linear.lora_b.detach().clone())}
+
+
+@torch.no_grad()
+def put_back(chunks: list[torch.nn.Module], name: str) -> None:
+    """Undo what has changed in the adapters, not yet wrapped, since they were kept."""
+    for _, linear in adapted_linears(chunks):
+        for factor, kept in zip((linear.lora_a, linear.lora_b), linear.lora_kept[name], strict=True):
+            factor.copy_(kept)
+
+
+def showing(chunks: list[torch.nn.Module], name: str) -> AbstractContextManager[None]:
+    """Another model: the base with the adapters kept under this name, or none. Chunks without adapters stay as they are."""
+    return _set(chunks, "lora_shown", name)
 
 
 def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
-    """The start model: the base model, with the adapters that `keep_start` kept. Chunks without adapters stay as they are."""
-    return _flag(chunks, "lora_is_reference")
+    """The start model."""
+    return showing(chunks, START)
 
 
 def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
     """Enables the adapters' dropout."""
-    return _flag(chunks, "lora_training")
+    return _set(chunks, "lora_training", True)
 
 
 @contextmanager
-def _flag(chunks: list[torch.nn.Module], name: str) -> Iterator[None]:
+def _set(chunks: list[torch.nn.Module], name: str, value: str | bool) -> Iterator[None]:
     linears = [linear for _, linear in adapted_linears(chunks)]
     for linear in linears:
-        setattr(linear, name, True)
+        setattr(linear, name, value)
     try:
         yield
     finally:
         for linear in linears:
-            setattr(linear, name, False)
+            delattr(linear, name)
 
 
 def _layer_linears(chunk: torch.nn.Module) -> NamedLinears:
@@ -227,7 +250,7 @@ def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
     is_column, is_row = isinstance(linear, ColumnParallelLinear), isinstance(linear, RowParallelLinear)
     rows, columns = linear.weight.shape
     _check_rank(config, name, min(linear.input_size, linear.output_size))
-    first = _initial_a(config.rank, linear.input_size, name, seed)
+    first = initial_a(config.rank, linear.input_size, name, seed)
     if is_row:
         first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()].contiguous()
     assert first.shape[1] == columns
@@ -254,7 +277,7 @@ def _adapt_experts(linear: Any, name: str, config: LoraConfig, seed: int) -> Non
         raise ValueError(str(found))
     first_expert = mpu.get_expert_model_parallel_rank() * count
     experts = range(first_expert, first_expert + count)
-    a = torch.cat([_initial_a(config.rank, num_inputs, f"{name}.{expert}", seed) for expert in experts])
+    a = torch.cat([initial_a(config.rank, num_inputs, f"{name}.{expert}", seed) for expert in experts])
     linear.__class__ = AdaptedExpertLinear
     linear.lora_a = torch.nn.Parameter((a if is_column else a.chunk(size, dim=1)[rank].contiguous()).to(weight))
     linear.lora_b = torch.nn.Parameter(weight.new_zeros(count * rows, config.rank))
@@ -272,7 +295,7 @@ def _check_rank(config: LoraConfig, name: str, smallest: int) -> None:
         raise ValueError(f"engine.lora.rank={config.rank} is larger than a dimension of {name} ({smallest}); lower it")
 
 
-def _initial_a(rank: int, num_inputs: int, name: str, seed: int) -> torch.Tensor:
+def initial_a(rank: int, num_inputs: int, name: str, seed: int) -> torch.Tensor:
     """float32 [rank, num_inputs] on the CPU."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

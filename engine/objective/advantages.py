@@ -1,11 +1,50 @@
 """Rewards become advantages: DAPO's penalty for overlong responses, baselines within a group, groups that teach nothing.
 
-Leaves out the rewards themselves (the rollouts') and the use of advantages (loss.py). Plain functions of numbers.
+A function of your own has the signature of those in ADVANTAGES (docs/your_own.md). Leaves out the rewards themselves (the
+rollouts') and the use of advantages (loss.py). Plain functions of numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from engine.config import AlgorithmConfig
+
+Numbers = npt.NDArray[np.float64]
+EPSILON = 1e-6  # added to standard deviations
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInput:
+    """A batch of n responses; of an episode all branches are one. Every trainer rank has the same."""
+
+    rewards: Numbers  # [n], weighted sums, with penalties for length and KL
+    groups: npt.NDArray[np.int64]  # [n], responses of a prompt share it
+    lengths: npt.NDArray[np.int64]  # [n], sampled tokens
+    config: AlgorithmConfig
+    # [n, k]: of each of k rewards, without its weight, where there are several; NaN where an episode gave the sum alone
+    parts: Numbers = field(default_factory=lambda: np.empty((0, 0)))
+    part_weights: Sequence[float] = ()  # k
+    greedy_rewards: Numbers = field(default_factory=lambda: np.empty(0))  # [n], of each prompt's greedy response; NaN: none
+
+    def by_group(self, function: Callable[[Numbers], Numbers], values: Numbers | None = None) -> Numbers:
+        """`function` of each group's values, by default its rewards, at their places; float64 [n]."""
+        values = self.rewards if values is None else values
+        result = np.zeros(len(values))
+        for group in np.unique(self.groups):
+            is_own = self.groups == group
+            result[is_own] = function(values[is_own])
+        return result
+
+
+AdvantageFunction = Callable[[AdvantageInput], Any]  # n finite numbers: a list, or an array or a tensor [n]
 
 
 def is_group_worth_training(rewards: Sequence[float]) -> bool:
@@ -54,3 +93,90 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], by_std: bo
         for index, value in zip(indices, centred.tolist(), strict=True):
             result[index] = value
     return result
+
+
+def group(batch: AdvantageInput) -> list[float]:
+    """`group_advantages` with the keys of the config."""
+    config = batch.config
+    rewards, groups = batch.rewards.tolist(), batch.groups.tolist()
+    return group_advantages(rewards, groups, config.normalize_advantage_by_std, config.baseline)
+
+
+def reinforce_plus_plus(batch: AdvantageInput) -> Numbers:
+    """Rewards less the batch's mean, by the batch's standard deviation (REINFORCE++, arXiv:2501.03262)."""
+    return whitened(batch.rewards)
+
+
+def reinforce_plus_plus_baseline(batch: AdvantageInput) -> Numbers:
+    """Rewards less the group's mean, by the batch's standard deviation (REINFORCE++-baseline, arXiv:2501.03262)."""
+    return whitened(batch.by_group(lambda rewards: rewards - rewards.mean()))
+
+
+def remax(batch: AdvantageInput) -> Numbers:
+    """Rewards less that of the prompt's greedy response (ReMax, arXiv:2310.10505)."""
+    return batch.rewards - batch.greedy_rewards
+
+
+def pass_at_k(batch: AdvantageInput) -> Numbers:
+    """The share of `pass_k`-subsets of a group that have a right response, as the reward (arXiv:2508.10751, eq. 14 and 15).
+
+    A reward above 0.5 counts as right. A group of fewer than `pass_k` responses is taken with k = its size.
+    """
+    return batch.by_group(lambda rewards: _pass_at_k(rewards > 0.5, batch.config.pass_k))
+
+
+def _pass_at_k(is_right: npt.NDArray[np.bool_], most: int) -> Numbers:
+    number, wrong = len(is_right), int((~is_right).sum())
+    k = min(most, number)
+    fails = comb(wrong, k) / comb(number, k)
+    deviation = (fails * (1 - fails)) ** 0.5
+    if deviation == 0:
+        return np.zeros(number)
+    fails_with_wrong = comb(wrong - 1, k - 1) / comb(number - 1, k - 1)
+    found: Numbers = np.where(is_right, fails, fails - fails_with_wrong) / deviation
+    return found
+
+
+def gdpo(batch: AdvantageInput) -> Numbers:
+    """Each reward is normalised within the group, the weighted sum over the batch (GDPO, arXiv:2601.05242).
+
+    Raises:
+        ValueError: samples have no `reward_parts`.
+    """
+    if not batch.parts.size:
+        raise ValueError("algorithm.advantage = gdpo: samples have no reward_parts")
+    columns = [batch.by_group(whitened, column) for column in batch.parts.T]
+    return whitened(np.sum([weight * column for weight, column in zip(batch.part_weights, columns, strict=True)], axis=0))
+
+
+def whitened(values: Numbers) -> Numbers:
+    """Less the mean, by the standard deviation of a sample; 0 for a single value or equal ones."""
+    deviation = values.std(ddof=1) if len(values) > 1 else 0.0
+    found: Numbers = (values - values.mean()) / (deviation + EPSILON)
+    return found
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "group": group,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
+}
+
+
+def checked_advantages(found: Any, number: int) -> Numbers:
+    """What an advantage function returned, float64 [number].
+
+    Raises:
+        ValueError: it has another shape, or a number that is not finite.
+    """
+    values = np.asarray(found.tolist() if hasattr(found, "tolist") else found)
+    if values.dtype.kind not in "fiub":
+        raise ValueError(f"returned {type(found).__name__}, not {number} numbers")
+    if values.shape != (number,):
+        raise ValueError(f"returned shape {list(values.shape)}, not [{number}], one number a response")
+    if not np.isfinite(values).all():
+        raise ValueError(f"returned {values[~np.isfinite(values)][0]} for response {int(np.argmin(np.isfinite(values)))}")
+    return values.astype(np.float64)

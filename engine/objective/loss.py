@@ -1,8 +1,9 @@
-"""Log-probs and losses. Pure functions of tensors; the same `token_log_probs` serves old, reference and current policy.
+"""Log-probs, and the loss of a micro-batch: the policy's loss of each token (policy.py), its weights, KL and entropy terms.
 
-Ratios of two policies go by token or by sequence, and so do the weights that correct for rollouts of another policy. A sample's
-tokens are all in one micro-batch, which the last stage sees whole, so that sequences need no communication; of an episode with
-several branches each is a sequence of its own. Only sampled tokens count, those where the mask is 1.
+Pure functions of tensors; the same `token_log_probs` serves old, reference and current policy. The weights that correct for
+rollouts of another policy go by token or by sequence. A sample's tokens are all in one micro-batch, which the last stage sees
+whole, so that sequences need no communication; of an episode with several branches each is a sequence of its own. Only sampled
+tokens count, those where the mask is 1.
 
 Leaves out where the tensors come from (engine.py), how they are packed (batch.py) and advantages (advantages.py).
 """
@@ -16,10 +17,10 @@ import torch
 from engine.attention import fused
 from engine.batch.batch import MicroBatch
 from engine.config import AlgorithmConfig
+from engine.objective.policy import LOSSES, LossFunction, LossTokens, bounded, log_ratio_at, policy_ratio
 from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 
 MAX_KL = 10.0
-MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
 Sums = dict[str, torch.Tensor]  # name -> float64 scalar, a sum (or a maximum, as in gap_max) over tokens
 
 
@@ -40,6 +41,28 @@ def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: flo
     scaled = logits.to(torch.float32, copy=True) if temperature == 1 else logits.float() / temperature
     losses: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(scaled.transpose(0, 1).contiguous(), labels.t())
     return -losses.squeeze(1)
+
+
+def support_log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Natural log-prob of each label under softmax(logits / temperature) over the tokens of its support.
+
+    A rank gathers those of its shard; the values of all shards are added, so that the result has the same bits for every tensor
+    size, and none is made of the whole vocabulary.
+
+    Args:
+        logits: [1, T, vocabulary / tensor size], as for `token_log_probs`.
+        targets: int64 [1 + most kept tokens, T], the labels and below them their supports, which hold them (MicroBatch.targets).
+
+    Returns:
+        float32 [T], the same on every tensor-parallel rank; gradients flow to `logits`.
+    """
+    labels, kept, size = targets[0], targets[1:].t(), logits.shape[-1]
+    own = kept - mpu.get_tensor_model_parallel_rank() * size
+    is_own = (own >= 0) & (own < size) & (kept >= 0)
+    own_values = logits[0].gather(1, own.clamp(0, size - 1)).float().masked_fill(~is_own, 0.0) / temperature
+    values: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(own_values)
+    of_label = values.masked_fill(kept != labels[:, None], 0.0).sum(1)
+    return of_label - values.masked_fill(kept < 0, float("-inf")).logsumexp(1)
 
 
 def leave_out(batch: MicroBatch, counts: Sequence[bool]) -> None:
@@ -70,115 +93,100 @@ def aggregation_weights(
 def sft_loss(log_probs: torch.Tensor, batch: MicroBatch, weights: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     """Negative log-likelihood of the responses. Returns this micro-batch's share of the mini-batch loss, and sums."""
     loss = -(log_probs * weights).sum()
-    return loss, {"loss": loss.detach().double(), "tokens": batch.mask.sum().double()}
-
-
-def policy_ratio(log_probs: torch.Tensor, old: torch.Tensor, batch: MicroBatch, level: str) -> torch.Tensor:
-    """The ratio of current to old probabilities, float32 [T]; without meaning, but finite, where `batch.mask` is 0.
-
-    At level `sequence` its value at each token of a response is s, the geometric mean of their ratios, and its gradient s times
-    that of the token's log-prob (GSPO-token, arXiv:2507.18071, section 4.3), so that the response's mean has the gradient of s.
-    """
-    # masked differences are 0 before exp: padding must not give inf * 0
-    log_ratio = (log_probs - old) * batch.mask
-    if level == "sequence":
-        log_ratio = log_ratio_at("geometric", log_ratio.detach(), batch) + (log_probs - log_probs.detach()) * batch.mask
-    return bounded(log_ratio).exp()
-
-
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
-    """PPO's clip with separate bounds (DAPO, arXiv:2503.14476), float32 [T], to be maximised.
-
-    With `dual_clip` c it is at least c * advantage where the advantage is negative (arXiv:1912.09729).
-    """
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages)
-    if config.dual_clip is None:
-        return surrogate
-    return torch.where(advantages < 0, torch.maximum(surrogate, config.dual_clip * advantages), surrogate)
+    return loss, {"loss": loss.detach().double(), "data": loss.detach().double(), "tokens": batch.mask.sum().double()}
 
 
 def grpo_loss(
-    log_probs: torch.Tensor, batch: MicroBatch, weights: torch.Tensor, config: AlgorithmConfig
+    log_probs: torch.Tensor,
+    batch: MicroBatch,
+    weights: torch.Tensor,
+    config: AlgorithmConfig,
+    entropy: torch.Tensor | None = None,
+    function: LossFunction | None = None,
 ) -> tuple[torch.Tensor, Sums]:
-    """Clipped policy gradient with weights for off-policy rollouts and an optional k3 KL term.
+    """The policy's loss by `function`, None for the one that `config.loss` names, with weights for off-policy rollouts, and the
+    terms of KL and entropy.
 
-    `importance_weights` multiply the surrogate, no gradient through them; KL as k3 = exp(d) - d - 1 with d = reference - current
-    (Schulman 2020). Without `old_log_probs` the current ones are the old ones: no optimizer step lies between.
-    Of the sums, `loss` is all of it and `policy` the clipped policy gradient alone; `clipped` counts tokens whose surrogate is at
-    PPO's bound, which depends on the advantage's sign, `dual_clipped` those at `dual_clip`.
+    `importance_weights` multiply the policy's loss, no gradient through them. Without `old_log_probs` the current ones are the
+    old ones: no optimizer step lies between. `entropy`: float32 [T]; with a gradient where `config.entropy_coefficient` is not 0.
+    Of the sums, `loss` is all of it and `policy` that of the function alone; those that it reports are `clipped`, `dual_clipped`
+    (of the named ones) and `loss/NAME`.
 
     Every exponent is clamped to +-20 and each token's KL to 10, as in verl (verl/trainer/ppo/core_algos.py,
     compute_policy_loss and kl_penalty; trainer/ppo/rollout_corr_helper.py, SAFETY_BOUND), so that no token alone makes the loss
     infinite.
     """
-    mask, old = batch.mask, log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    ratio = policy_ratio(log_probs, old, batch, config.ratio_level)
-    gap = (old - batch.rollout_log_probs) * mask
-    correction = importance_weights(gap, batch, config)
-    policy_loss = token_loss = -clipped_surrogate(ratio, batch.advantages, config) * correction
+    tokens = loss_tokens(log_probs, batch, config, entropy)
+    mask = batch.mask
+    gap = (tokens.old_log_probs - batch.rollout_log_probs) * mask
+    correction = importance_weights(gap, tokens)
+    found = (function or LOSSES[config.loss])(tokens)
+    by_token, own = found if isinstance(found, tuple) else (found, {})
+    policy_loss = token_loss = by_token * correction
     sums: Sums = {}
     if config.kl_coefficient > 0:
-        kl = _kl(log_probs, batch)
-        token_loss = token_loss + config.kl_coefficient * kl
+        kl = kl_estimate(log_probs, batch, config.kl_estimator)
+        if config.kl_in == "loss":
+            token_loss = token_loss + config.kl_coefficient * kl
         sums["kl"] = (kl * mask).sum().detach().double()
+    if entropy is not None:
+        sums["entropy"] = (entropy.detach() * mask).sum().double()
+        if config.entropy_coefficient:
+            token_loss = token_loss - config.entropy_coefficient * entropy
     loss = (token_loss * weights).sum()
     with torch.no_grad():
-        is_low, is_high = ratio < 1 - config.clip_low, ratio > 1 + config.clip_high
-        clipped = (is_low & (batch.advantages < 0)) | (is_high & (batch.advantages > 0))
-        sums |= weight_sums(correction, batch, config) | {
+        sums |= weight_sums(correction, tokens) | {
             "loss": loss.detach().double(),
             "policy": (policy_loss * weights).sum().double(),
             "tokens": mask.sum().double(),
-            "ratio": (ratio.detach() * mask).sum().double(),
-            "clipped": (clipped * mask).sum().double(),
+            "ratio": (policy_ratio(tokens, config.ratio_level) * mask).sum().double(),
             "gap": (gap.abs() * mask).sum().double(),
             "gap_max": (gap.abs() * mask).max().double(),
         }
+        sums |= {own_name(name): (values * mask).sum().double() for name, values in own.items()}
         if batch.own_choice_log_probs is not None:
             sums["own_gap"] = ((batch.own_choice_log_probs - batch.rollout_log_probs) * mask).abs().sum().double()
-        if config.dual_clip is not None:
-            sums["dual_clipped"] = ((ratio > config.dual_clip) * (batch.advantages < 0) * mask).sum().double()
     return loss, sums
 
 
-def _kl(log_probs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Each token's estimate k3 of the KL to the reference, from 0 to MAX_KL."""
+def own_name(name: str) -> str:
+    """The name of the sum of a value that a loss reports."""
+    return name if name in ("clipped", "dual_clipped") else f"loss/{name}"
+
+
+def loss_tokens(
+    log_probs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig, entropy: torch.Tensor | None
+) -> LossTokens:
+    """What the loss function gets of a micro-batch; a stand-in, which has no samples, is one sequence."""
+    return LossTokens(
+        log_probs=log_probs,
+        old_log_probs=log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs,
+        rollout_log_probs=batch.rollout_log_probs,
+        reference_log_probs=batch.reference_log_probs,
+        teacher_log_probs=batch.teacher_log_probs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        segment=batch.segment,
+        num_segments=len(batch.samples) or 1,
+        config=config,
+        extras={} if entropy is None else {"entropy": entropy},
+    )
+
+
+def kl_estimate(log_probs: torch.Tensor, batch: MicroBatch, estimator: str) -> torch.Tensor:
+    """Each token's estimate of KL(policy || reference), float32 [T] (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+
+    With d = reference - policy k1 is -d, k2 d^2 / 2, k3 exp(d) - d - 1; the last two from 0 to MAX_KL.
+    """
     assert batch.reference_log_probs is not None
     difference = bounded((batch.reference_log_probs - log_probs) * batch.mask)
-    return (difference.exp() - difference - 1).clamp(max=MAX_KL)
+    if estimator == "k1":
+        return -difference
+    estimate = difference.square() / 2 if estimator == "k2" else difference.exp() - difference - 1
+    return estimate.clamp(max=MAX_KL)
 
 
-def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def sequence_sums(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """The sum over each sample's tokens of `values` [T], float64 [samples]; in float64 no order of summation shows.
-
-    Without samples (a stand-in) there is one sum.
-    """
-    sums = torch.zeros(len(batch.samples) or 1, dtype=torch.float64, device=values.device)
-    return sums.index_add(0, batch.segment, values.double())
-
-
-def log_ratio_at(level: str, log_ratio: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Each token's own log-ratio (`token`), or at all tokens of a sample that of its response, float32 [T].
-
-    `sequence` is the ratio of the response's probabilities, the sum over its tokens; `geometric` is the sum divided by their
-    number, the logarithm of the geometric mean of the tokens' ratios.
-
-    Args:
-        log_ratio: float32 [T], 0 where `batch.mask` is 0.
-    """
-    if level == "token":
-        return log_ratio
-    sums = sequence_sums(log_ratio, batch)
-    if level == "geometric":
-        sums = sums / sequence_sums(batch.mask, batch).clamp(min=1)
-    return sums.to(log_ratio.dtype)[batch.segment]
-
-
-def importance_weights(gap: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+def importance_weights(gap: torch.Tensor, tokens: LossTokens) -> torch.Tensor:
     """The importance weight of each token's loss, since other weights or kernels sampled it, float32 [T]; no gradient.
 
     The ratio is the trainer's old probability over that of the version that made the token, taken at
@@ -189,24 +197,25 @@ def importance_weights(gap: torch.Tensor, batch: MicroBatch, config: AlgorithmCo
     elsewhere 0 (IcePop, arXiv:2510.18855). Masked tokens still count in the loss's mean.
 
     Args:
-        gap: float32 [T], the old log-probs less the rollout's, 0 where `batch.mask` is 0.
+        gap: float32 [T], the old log-probs less the rollout's, 0 where the mask is 0.
     """
+    config = tokens.config
     if config.importance_correction == "none":
-        return batch.mask
-    ratio = bounded(log_ratio_at(config.importance_level, gap.detach(), batch)).exp()
+        return tokens.mask
+    ratio = bounded(log_ratio_at(config.importance_level, gap.detach(), tokens)).exp()
     if config.importance_correction == "tis":
         return ratio.clamp(max=config.importance_cap)
     return ratio * ((ratio >= config.importance_floor) & (ratio <= config.importance_cap))  # NaN stays NaN
 
 
-def weight_sums(weights: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> Sums:
+def weight_sums(weights: torch.Tensor, tokens: LossTokens) -> Sums:
     """Sums for the mean, the masked share and the effective sample size of the weights of `importance_weights`.
 
     By token each token is one sample of the policy; by sequence each response that has tokens in the loss is.
     """
-    mask, share = batch.mask, batch.mask.double()
-    if config.importance_level != "token":
-        share = share / sequence_sums(mask, batch).clamp(min=1)[batch.segment]
+    mask, share = tokens.mask, tokens.mask.double()
+    if tokens.config.importance_level != "token":
+        share = share / tokens.sums(mask).clamp(min=1)[tokens.segment]
     return {
         "importance": (weights * mask).sum().double(),
         "masked": ((weights == 0) * mask).sum().double(),

@@ -9,7 +9,7 @@ Log-probs of a few samples are gathered on rank 0, to inspect single tokens. Lea
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from engine.config import AlgorithmConfig
     from engine.objective.loss import Sums
 
-MAXIMA = ("gap_max",)
+MAXIMA = ("gap_max", "teacher_kl_max")
 SUMS = {
-    "sft": ("loss", "tokens"),
+    "sft": ("loss", "data", "tokens"),
     "grpo": (
-        *("loss", "policy", "tokens", "ratio", "clipped", "gap", "gap_max", "importance", "kl"),
-        *("masked", "weight_count", "weight", "weight_square", "dual_clipped", "entropy", "own_gap"),
+        *("loss", "policy", "tokens", "ratio", "gap", "gap_max", "importance", "kl"),
+        *("masked", "weight_count", "weight", "weight_square", "entropy", "own_gap"),
     ),
 }
+TEACHER_SUMS = {"sampled": ("teacher_kl",), "top_k": ("teacher_kl", "teacher"), "full": ("teacher_kl", "teacher")}
 
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the message names the step's ranks."""
 
 
-def reduce(outputs: Sequence[Sums], algorithm: str, device: torch.device) -> dict[str, float]:
+def reduce(outputs: Sequence[Sums], names: Sequence[str], device: torch.device) -> dict[str, float]:
     """Sums, or maxima, of the micro-batches' reports over all ranks; `outputs` is empty on ranks that report nothing."""
-    names = SUMS[algorithm]
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = torch.stack([sum((out.get(name, zero) for out in outputs), zero) for name in names])
     maxima = torch.stack([max((out.get(name, zero) for out in outputs), default=zero) for name in MAXIMA])
@@ -74,10 +74,10 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
     history = [sums for sums in history if not sums["skipped"]] or history
     tokens = sum(sums["tokens"] for sums in history)
     average = {name: sum(sums[name] for sums in history) / len(history) for name in history[0]}
-    total = {name: sum(sums[name] for sums in history) for name in SUMS[algorithm.name]}
+    total = {name: sum(sums[name] for sums in history) for name in history[0]}
     mean = {name: value / max(tokens, 1) for name, value in total.items()}
     metrics = {
-        **({"loss/policy": average["policy"]} if algorithm.name == "grpo" else {"loss/sft": average["loss"]}),
+        **({"loss/policy": average["policy"]} if algorithm.name == "grpo" else {"loss/sft": average["data"]}),
         "grad_norm": average["grad_norm"],
         "learning_rate": history[-1]["learning_rate"],
         "train/response_tokens": tokens,
@@ -85,12 +85,13 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
     }
     metrics |= {"train/loss_scale": scale} if scale else {}
     metrics |= {"loss/load_balancing": average["balance"]} if algorithm.load_balancing else {}
+    metrics |= teacher_metrics(mean, average, history) if "teacher_kl" in mean else {}
     if algorithm.name == "grpo":
         first = history[0]
         metrics |= {
             "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
             "ratio/mean": mean["ratio"],
-            "ratio/clipped_fraction": mean["clipped"],
+            **({"ratio/clipped_fraction": mean["clipped"]} if "clipped" in mean else {}),
             "logprob_gap/mean": mean["gap"],
             "logprob_gap/max": max(sums["gap_max"] for sums in history),
             "loss/total": average["loss"] + algorithm.load_balancing * average.get("balance_of_layers", 0.0),
@@ -100,13 +101,22 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
             metrics["importance/ess"] = effective_share(total["weight_count"], total["weight"], total["weight_square"])
         metrics |= {"importance/masked_fraction": mean["masked"]} if algorithm.importance_correction == "mask" else {}
         metrics |= {"loss/kl": mean["kl"]} if algorithm.kl_coefficient > 0 else {}
-        metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if algorithm.dual_clip is not None else {}
+        metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if "dual_clipped" in mean else {}
         metrics |= {"logprob_gap/own_experts_mean": mean["own_gap"]} if algorithm.log_router_gap else {}
         if algorithm.router_replay == "rollout":
             compared = sum(sums["compared"] for sums in history)
             metrics["router_replay/moved_fraction"] = sum(sums["moved"] for sums in history) / max(compared, 1)
-        metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy else {}
+        metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy or algorithm.entropy_coefficient else {}
+        metrics |= {name: value for name, value in mean.items() if name.startswith("loss/")}  # what the loss function reports
     return metrics
+
+
+def teacher_metrics(
+    mean: Mapping[str, float], average: Mapping[str, float], history: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Of means over tokens, averages over the steps of `history`, and its maxima; the loss where the teacher has a term in it."""
+    found = {"teacher/kl_mean": mean["teacher_kl"], "teacher/kl_max": max(sums["teacher_kl_max"] for sums in history)}
+    return found | ({"loss/teacher": average["teacher"]} if "teacher" in average else {})
 
 
 def effective_share(count: float, total: float, total_of_squares: float) -> float:

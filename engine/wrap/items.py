@@ -67,7 +67,7 @@ class ChunkWeights:
                 if count := getattr(parameter, "num_local_experts", 0):
                     first_of_ranks = range(0, count * parameter.expert_parallel_size, count)
                     self._experts[name] = [tuple(f"{name}{first + i}" for first in first_of_ranks) for i in range(count)]
-        self._scales = {name: linear.lora_scale for name, linear in adapted_linears([chunk])}
+        self._linears = dict(adapted_linears([chunk]))  # for their scale of now
 
     def weights(self, unit: NamedTensors) -> list[WeightItem]:
         """`unit`: (local name, tensor) of all parameters of some modules."""
@@ -101,7 +101,7 @@ class ChunkWeights:
         tensors = {name: tensor for name, tensor in named if name is not None}
         linears = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
         adapters = {
-            linear: Adapter(tensors.pop(f"{linear}.lora_a"), tensors.pop(f"{linear}.lora_b"), self._scales[linear])
+            linear: Adapter(tensors.pop(f"{linear}.lora_a"), tensors.pop(f"{linear}.lora_b"), self._linears[linear].lora_scale)
             for linear in linears
         }
         return tensors, adapters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def engine(
     )
     model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"), exact=options.pop("exact", False))
     num_steps = options.pop("num_steps", 10)
-    start = {name: options.pop(name) for name in ("weights_path", "adapter_path") if name in options}
+    start = {name: options.pop(name) for name in ("weights_path", "adapter_path", "teacher") if name in options}
     sampling = RolloutSampling(options.pop("temperature", 1.0), options.pop("max_new_tokens", 0))
     parallel.initialize(config.parallel, seed=0)
     try:
@@ -297,34 +297,51 @@ def log_probs_against_hf(cases: list[dict[str, Any]]) -> list[float]:
     return results
 
 
+def interrupted_run(
+    path: str, folder: Path, case: dict[str, Any], steps: int, stop: int, at_end: Callable[[Engine], None] = lambda built: None
+) -> dict[str, Any]:
+    """Of a run that saves at `stop`, and of a fresh engine that resumes there: losses, norms, and log-probs of held-out samples.
+
+    `at_end` gets the resumed engine after its last step.
+    """
+    from engine import checkpoint
+
+    options = {"num_minibatches": 2, "name": "grpo", "num_steps": steps, **case}
+
+    def run(built: Engine, first: int) -> list[tuple[float, float]]:
+        history = []
+        for step in range(first, steps):
+            metrics = built.update(built.prepare(random_samples(16, seed=step)))
+            history.append((metrics["loss/total"], metrics["grad_norm"]))
+            if step + 1 == stop and first == 0:
+                checkpoint.save(folder, stop, built, everywhere(built), Path(path), keep=2).wait()
+        return history
+
+    with engine(path, **options) as built:
+        whole, end = run(built, 0), log_probs(built, random_samples(6, seed=99))
+    saved = checkpoint.newest(folder)
+    assert saved is not None
+    with engine(path, **checkpoint.engine_arguments(saved), **options) as built:
+        checkpoint.restore(saved, built)
+        rest, again = run(built, checkpoint.step_of(saved)), log_probs(built, random_samples(6, seed=99))
+        at_end(built)
+    return {"whole": whole, "rest": rest, "end": end, "end_again": again, "saved": saved}
+
+
 def resumed_losses(path: str, root: str, cases: list[dict[str, Any]], steps: int, stop: int) -> list[dict[str, Any]]:
-    """Losses of an uninterrupted run that saves at `stop`, and of a fresh engine that resumes there."""
+    """Losses of an uninterrupted run and of a resumed one, whose last checkpoint is compared with transformers."""
     from engine import checkpoint
 
     results = []
     for number, case in enumerate(cases):
         folder = Path(root) / str(number)
-        options = {"num_minibatches": 2, "name": "grpo", "num_steps": steps, **case}
 
-        def run(built: Engine, first: int, folder: Path = folder) -> list[tuple[float, float]]:
-            history = []
-            for step in range(first, steps):
-                metrics = built.update(built.prepare(random_samples(16, seed=step)))
-                history.append((metrics["loss/total"], metrics["grad_norm"]))
-                if step + 1 == stop and first == 0:
-                    checkpoint.save(folder, stop, built, everywhere(built), Path(path), keep=2).wait()
-            return history
-
-        with engine(path, **options) as built:
-            whole = run(built, 0)
-        saved = checkpoint.newest(folder)
-        assert saved is not None
-        with engine(path, **checkpoint.engine_arguments(saved), **options) as built:
-            checkpoint.restore(saved, built)
-            rest = run(built, checkpoint.step_of(saved))
-            final = log_probs(built, random_samples(6, seed=99))
+        def save(built: Engine, folder: Path = folder) -> None:
             checkpoint.save(folder, steps, built, everywhere(built), Path(path), keep=1).wait()
+
+        found = interrupted_run(path, folder, case, steps, stop, save)
         reference = hf_log_probs(str(folder / f"step_{steps:08d}" / "hf"), random_samples(6, seed=99))
-        worst = max(float((a - b).abs().max()) for a, b in zip(final, reference, strict=True))
-        results.append({"whole": whole[stop:], "resumed": rest, "worst": worst, "kept": sorted(p.name for p in folder.iterdir())})
+        worst = max(float((a - b).abs().max()) for a, b in zip(found["end_again"], reference, strict=True))
+        kept = sorted(each.name for each in folder.iterdir())
+        results.append({"whole": found["whole"][stop:], "resumed": found["rest"], "worst": worst, "kept": kept})
     return results

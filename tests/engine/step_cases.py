@@ -41,6 +41,13 @@ def old_log_prob_metrics(cases: list[dict[str, Any]], num_steps: int = 3) -> lis
     return results
 
 
+def optimizer_settings(path: str, wrap: str, keys: dict[str, Any]) -> list[dict[str, Any]]:
+    """What torch's Adam has of the keys of engine.optimizer, in each group of parameters."""
+    with engine(path, wrap=wrap, optimizer=keys) as built:
+        groups = [group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups]
+        return [{name: group[name] for name in ("betas", "eps", "weight_decay", "max_lr", "min_lr")} for group in groups]
+
+
 def chosen_log_probs(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
     """For each case how far what an update took for the old log-probs of three samples is from a pass of its own."""
     results: list[list[list[float]]] = []
@@ -102,6 +109,77 @@ def objective_metrics(cases: list[dict[str, Any]], num_steps: int = 2) -> list[l
                 steps.append(built.update(built.prepare(samples if given is None else as_episodes(samples, given))))
         results.append(steps)
     return results
+
+
+def entropy_gradients(cases: list[dict[str, Any]]) -> list[float]:
+    """The largest difference of a gradient to transformers, where the loss is the mean entropy of sampled tokens, times -1."""
+    from transformers import AutoModelForCausalLM
+
+    results, samples = [], [dataclasses.replace(sample, reward=1.0) for sample in random_samples(12, seed=5)]
+    for case in cases:
+        case = dict(case)
+        path = case.pop("path")
+        options = {"entropy_coefficient": 1.0, "optimizer": GRADIENT_STEP, "temperature": 0.7, **case}
+        with engine(path, name="grpo", **options) as built:
+            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
+            built.update(built.prepare(samples))
+            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
+        model, total = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
+            log_probs = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / 0.7, -1)
+            total = total + (log_probs.exp() * log_probs).sum()
+        (total / sum(len(sample.response_ids) for sample in samples)).backward()  # type: ignore[no-untyped-call]
+        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        shared = found.keys() & gradients.keys()
+        results.append(max((float((found[name] - gradients[name]).abs().max()) for name in shared), default=0.0))
+    return results
+
+
+def with_supports(samples: list[Sample], vocab_size: int) -> list[Sample]:
+    """Of each response token, itself among up to seven others."""
+    generator, found = np.random.default_rng(0), []
+    for sample in samples:
+        kept = [generator.permutation(vocab_size)[: generator.integers(0, 8)] for _ in sample.response_ids]
+        kept = [np.union1d(others, token) for others, token in zip(kept, sample.response_ids, strict=True)]
+        support = np.concatenate([[len(each) for each in kept], *kept]).astype(np.int32)
+        found.append(dataclasses.replace(sample, support=support))
+    return found
+
+
+def supports_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics of two steps on kept tokens, and on rank 0 how far the first step's old log-probs are from transformers'."""
+    from transformers import AutoModelForCausalLM
+
+    results = []
+    for case in cases:
+        case = dict(case)
+        path = case.pop("path")
+        with engine(path, name="grpo", support_replay=True, **case) as built:
+            size = built.mbridge.hf_config.vocab_size
+            table = SampleTable.from_samples(with_supports(random_samples(12, seed=5), size))
+            batch, chosen = built.prepare(table), list(range(12))
+            steps = [built.update(batch)]
+            found = built.old_log_probs(batch, table, chosen)
+            steps.append(built.update(built.prepare(with_supports(random_samples(12, seed=6), size))))
+        model, worst = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), 0.0
+        for sample, values in zip(table.samples, found, strict=False):
+            assert sample is not None
+            with torch.no_grad():
+                ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
+                logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double()
+            worst = max(worst, float((torch.from_numpy(values) - over_support(logits, sample)).abs().max()))
+        results.append({"steps": steps, "worst": worst})
+    return results
+
+
+def over_support(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
+    """Each response token's log-prob over the tokens that were kept for it, in float64."""
+    ends, found = np.cumsum([len(sample.response_ids), *sample.support[: len(sample.response_ids)]]), []
+    for place, token in enumerate(sample.response_ids.tolist()):
+        kept = sample.support[ends[place] : ends[place + 1]].tolist()
+        found.append(logits[place, token] - logits[place, kept].logsumexp(0))
+    return torch.stack(found)
 
 
 def supervised_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, float]]:

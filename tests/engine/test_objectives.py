@@ -31,6 +31,16 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "masks by token": {"importance_correction": "mask", "importance_floor": 0.8, "importance_cap": 1.3, "truncated": "mask"},
 }  # fmt: skip
 
+NAMED: dict[str, dict[str, Any]] = {
+    "CISPO, entropy": {"loss": "cispo", "clip_low": 0.002, "clip_high": 0.001, "entropy_coefficient": 0.05},
+    "SAPO, KL in the reward": {"loss": "sapo", "kl_coefficient": 0.5, "kl_in": "reward", "kl_estimator": "k1"},
+    "GMPO, REINFORCE++": {
+        "loss": "gmpo", "clip_low": 0.002, "advantage": "reinforce_plus_plus", "loss_aggregation": "sequence_mean",
+    },
+    "DPPO, TV, k2": {"loss": "dppo_tv", "clip_low": 0.001, "clip_high": 0.001, "kl_coefficient": 0.1, "kl_estimator": "k2"},
+    "DPPO, KL, pass@k": {"loss": "dppo_kl", "clip_low": 1e-5, "clip_high": 1e-5, "advantage": "pass_at_k", "pass_k": 2},
+}  # fmt: skip
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},
     "TP2+SP": {"tensor": 2, "sequence": True, "fusions": "all"},
@@ -67,6 +77,32 @@ def test_objectives_are_the_same_in_every_layout(model: str) -> None:
             assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
 
 
+def test_named_losses_and_advantages_are_the_same_in_every_layout(model: str) -> None:
+    """All that is logged of episodes, to 5e-5, as on one rank."""
+    common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -3.0, "optimizer": {"learning_rate": 3e-3}}
+    alone = [{**common, **objective} for objective in NAMED.values()]
+    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": alone})[0]
+    for name, (_, reference) in zip(NAMED, references, strict=True):
+        print(name, reference)
+        assert "SAPO" in name or 0 < reference["ratio/clipped_fraction"] < 1
+    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
+    cases = [{**common, **objective, **layout} for layout in layouts for objective in NAMED.values()]
+    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
+    for case, steps, reference in zip(cases, results, references * len(layouts), strict=True):
+        print(case)
+        for found, wanted in zip(steps, reference, strict=True):
+            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=5e-5, abs=1e-5)
+
+
+def test_the_gradient_of_the_entropy_is_that_of_transformers(model: str) -> None:
+    """A step of the entropy alone, whose advantages are 0."""
+    layouts = [*LAYOUTS.values(), {"context": 2}, {"logits_chunk_tokens": 7}]
+    cases: list[dict[str, Any]] = [{"path": model, "tokens": 60, **layout} for layout in layouts]
+    for case, worst in zip(cases, run_ranks(2, "tests.engine.step_cases:entropy_gradients", {"cases": cases})[0], strict=True):
+        print(case, worst)
+        assert worst < 1e-5
+
+
 def test_episodes_are_the_same_in_every_layout(model: str) -> None:
     """With given tokens and branches, to 1e-5, as on one rank; the log-probs of given tokens have no effect."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -50.0}
@@ -80,6 +116,22 @@ def test_episodes_are_the_same_in_every_layout(model: str) -> None:
         print(case)
         for found, wanted in zip(steps, reference, strict=True):
             assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
+
+
+def test_kept_tokens_are_normalised_over_in_every_layout(model: str) -> None:
+    """As transformers' logits give it; the first ratio is 1, and all that is logged is as on one rank."""
+    common = {"path": model, "num_minibatches": 2, "tokens": 60, "old_log_probs": "separate", "temperature": 1.0}
+    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
+    (alone,) = run_ranks(1, "tests.engine.step_cases:supports_beside_transformers", {"cases": [{**common, "tokens": 120}]})[0]
+    cases = [{**common, **layout} for layout in layouts]
+    for case, found in zip(
+        cases, run_ranks(2, "tests.engine.step_cases:supports_beside_transformers", {"cases": cases})[0], strict=True
+    ):
+        print(case, found)
+        assert found["worst"] < 1e-5 and alone["worst"] < 1e-5
+        for step, wanted in zip(found["steps"], alone["steps"], strict=True):
+            assert step["ratio/first_minibatch_mean"] == 1.0 and step["grad_norm"] > 1e-3
+            assert without_padding(step) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
 
 
 def test_the_gradient_of_episodes_is_that_of_transformers(model: str) -> None:

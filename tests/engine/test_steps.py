@@ -206,6 +206,16 @@ def test_every_step_of_a_decay_trains_with_less_than_the_one_before(num_steps: i
     assert all(a > b for a, b in pairwise(found[rising - 1 :]))
 
 
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_optimizer_has_the_values_of_its_keys(model: str, wrap: str) -> None:
+    """Weight decay is for matrices alone."""
+    keys = {"beta1": 0.8, "beta2": 0.97, "epsilon": 1e-7, "weight_decay": 0.3, "learning_rate": 2e-4, "min_learning_rate": 1e-5}
+    (groups,) = run_ranks(1, "tests.engine.step_cases:optimizer_settings", {"path": model, "wrap": wrap, "keys": keys})
+    wanted = {"betas": (0.8, 0.97), "eps": 1e-7, "max_lr": 2e-4, "min_lr": 1e-5}
+    assert [{**group, "weight_decay": 0.3} for group in groups] == [{**wanted, "weight_decay": 0.3}] * len(groups)
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+
+
 # ------------------------------------------------------------------------------------------------------ the reference
 
 

@@ -24,7 +24,7 @@ from bridge.generation import Completion, GenerationRequest
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import Balance, needed_samples, padding_fraction, plan_microbatches, split_members
 from engine.batch.packed import NO_EXPERT
-from engine.sample import TOKEN_ARRAYS, Sample
+from engine.sample import TEACHER_ARRAYS, TOKEN_ARRAYS, Sample
 from megasync.run.rank_zero import flatten, with_tokens
 from megasync.rewards.pool import Scored
 from megasync.rollouts.group import Group
@@ -44,7 +44,8 @@ LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
 def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
     """Samples of any lengths, with and without log-probs, experts and given tokens; with advantages."""
     samples = []
-    dtype = draw(st.sampled_from([np.uint8, np.int16, None]))
+    dtype, has_support = draw(st.sampled_from([np.uint8, np.int16, None])), draw(st.booleans())
+    top_k = draw(st.sampled_from([None, 0, 3])) if from_rollouts else None
     for _ in range(draw(st.integers(1, 9))):
         generator = np.random.default_rng(draw(st.integers(0, 2**31)))
         prompt, response = draw(st.integers(1, 9)), draw(st.integers(0, 9))
@@ -55,7 +56,15 @@ def tables(draw: st.DrawFn, *, from_rollouts: bool = False) -> SampleTable:
         num_rows = prompt + response - 1 if dtype is not None and draw(st.booleans()) else 0
         experts = generator.integers(0, 200, (num_rows, 3, 2)).astype(dtype or np.uint8)
         member, mask = draw(st.sampled_from([-1, 0, 1])), generator.random(response) < draw(st.sampled_from([0.5, 2.0]))
-        own = {"member": member, "routed_experts": experts, "is_sampled": mask}
+        counts = np.where(mask if not mask.all() else True, generator.integers(1, 5, response), 0)
+        kept = generator.permutation(1000)[: counts.sum()] if has_support else None
+        support = np.empty(0, np.int32) if kept is None else np.concatenate([counts, kept]).astype(np.int32)
+        own: dict[str, Any] = {"member": member, "routed_experts": experts, "is_sampled": mask, "support": support}
+        if top_k is not None:
+            own["teacher_log_probs"] = -generator.random(response)
+        if top_k:
+            own["teacher_top_ids"] = generator.integers(0, 2**31, (response, top_k))
+            own["teacher_top_log_probs"] = -generator.random((response, top_k))
         samples.append(Sample(ids[:prompt], ids[prompt:], log_probs, versions, reward, group, **own))
     table = SampleTable.from_samples(samples)
     return dataclasses.replace(table, advantages=np.random.default_rng(0).standard_normal(len(samples)))
@@ -132,10 +141,11 @@ def test_tokens_travel_whole(table: SampleTable, data: st.DataObject) -> None:
         assert before is not None and after is not None
         assert (before.reward, before.group, before.member) == (after.reward, after.group, after.member)
         assert after.is_sampled.dtype == bool and np.array_equal(after.is_sampled, before.is_sampled)
-        for name, dtype in TOKEN_ARRAYS.items():
+        for name, dtype in {**TOKEN_ARRAYS, **TEACHER_ARRAYS}.items():
             assert getattr(after, name).dtype == dtype
             assert np.array_equal(getattr(after, name), getattr(before, name)), name
             assert np.shares_memory(getattr(after, name), buffer.numpy()) or not len(getattr(after, name))
+        assert np.array_equal(after.support, before.support) and after.support.dtype == np.int32
         experts = np.empty((0, 0, 0), np.uint8)
         if table.routed is not None:
             unknown = np.zeros((before.num_tokens - 1, *table.routed[:2]), table.routed[2])
@@ -161,11 +171,30 @@ def test_packed_tokens_keep_their_experts(table: SampleTable, data: st.DataObjec
 
 
 @FAST
+@given(tables(from_rollouts=True), st.data())
+def test_packed_tokens_keep_what_the_teacher_says(table: SampleTable, data: st.DataObject) -> None:
+    """At the positions that predict response tokens; zeros elsewhere."""
+    indices = data.draw(st.lists(st.integers(0, len(table) - 1), unique=True, min_size=1))
+    packed = pack(table, indices, 4, CPU)
+    assert (packed.teacher_log_probs is None) == (table.teacher_top_k is None)
+    assert (packed.teacher_top_ids is None) == (not table.teacher_top_k)
+    for name in TEACHER_ARRAYS if table.teacher_top_k else []:
+        values = getattr(packed, name).view(packed.num_tokens, -1)
+        for index, start in zip(packed.samples, packed.starts, strict=True):
+            sample = table.samples[index]
+            assert sample is not None
+            first, last = start + len(sample.prompt_ids) - 1, start + sample.num_tokens - 1
+            assert np.array_equal(values[first:last].numpy().reshape(-1), getattr(sample, name).reshape(-1))
+            values[first:last] = 0
+        assert not values.any()
+
+
+@FAST
 @given(tables(from_rollouts=True))
 def test_saved_rollouts_are_what_was_generated(table: SampleTable) -> None:
     samples = [sample for sample in table.samples if sample is not None]
     done = [
-        SavedSample(index, Completion(s.response_ids, s.rollout_log_probs, s.weight_versions, "stop", s.routed_experts), s.reward)
+        SavedSample(index, Completion(*arrays_of(s), "stop", s.routed_experts, s.support), s.reward)
         for index, s in enumerate(samples)
     ]
     progress = Progress(3, 5, 2.5, (SavedGroup(7, tuple(done[:2]), 2**63 - 1, -(2**63)), SavedGroup(8, tuple(done[2:]), 1, 2)))
@@ -176,9 +205,35 @@ def test_saved_rollouts_are_what_was_generated(table: SampleTable) -> None:
     heads = [[(one.key, one.request_digest, one.reward_digest, len(one.samples)) for one in of.groups] for of in (back, progress)]
     assert heads[0] == heads[1]
     for kept, saved in zip([one for group in back.groups for one in group.samples], done, strict=True):
-        for name in ("token_ids", "log_probs", "weight_versions", "routed_experts"):
+        for name in ("token_ids", "log_probs", "weight_versions", "routed_experts", "support"):
             mine, theirs = getattr(kept.completion, name), getattr(saved.completion, name)
             assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
+
+
+def arrays_of(sample: Sample) -> tuple[Any, ...]:
+    return sample.response_ids, sample.rollout_log_probs, sample.weight_versions
+
+
+@FAST
+@given(tables(from_rollouts=True), st.data())
+def test_kept_tokens_stand_under_the_label_that_was_drawn_from_them(table: SampleTable, data: st.DataObject) -> None:
+    """A label that was not sampled, or of whose sampling nothing is known, stands alone."""
+    indices = data.draw(st.lists(st.integers(0, len(table) - 1), unique=True, min_size=1))
+    micro = pack(table, indices, 4, CPU)
+    expected = [[int(label)] for label in micro.labels[0]]
+    for index, start in zip(indices, micro.starts, strict=True):
+        sample = table.samples[index]
+        assert sample is not None
+        number = len(sample.response_ids)
+        counts, ids = sample.support[:number].tolist(), sample.support[number:].tolist()
+        for place, count in enumerate(counts):
+            kept, ids = ids[:count], ids[count:]
+            expected[start + len(sample.prompt_ids) - 1 + place] = kept or expected[start + len(sample.prompt_ids) - 1 + place]
+    if micro.support is None:
+        assert all(len(kept) == 1 for kept in expected) and micro.targets[0] is micro.labels
+    else:
+        assert [[token for token in column if token >= 0] for column in micro.support.t().tolist()] == expected
+        assert micro.targets[0].shape == (1 + max(map(len, expected)), micro.num_tokens)
 
 
 def assert_same(first: MicroBatch, second: MicroBatch) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import checkpoint
 from engine.model import lora
 from engine.peft import factors
 from engine.engine import Engine
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
 from engine.checkpoint.shards import local
-from tests.engine.engine_cases import converted, engine, everywhere, exporter, log_probs, random_samples
+from tests.engine.engine_cases import converted, engine, exporter, interrupted_run, log_probs, random_samples
 
 
 def write_peft_adapter(
@@ -180,35 +179,16 @@ def repeated_exports(cases: list[dict[str, Any]], times: int) -> list[dict[str, 
 
 
 def resumed(path: str, root: str, cases: list[dict[str, Any]], steps: int, stop: int) -> list[dict[str, Any]]:
-    """Losses of an uninterrupted run that saves at `stop`, and of a fresh engine that resumes there."""
+    """Losses of an uninterrupted run and of a resumed one, how far their log-probs are apart, and the checkpoint's files."""
     results = []
     for number, case in enumerate(cases):
-        folder = Path(root) / str(number)
-        options = {"num_minibatches": 2, "name": "grpo", "num_steps": steps, **case}
-
-        def run(built: Engine, first: int, folder: Path = folder) -> list[tuple[float, float]]:
-            history = []
-            for step in range(first, steps):
-                metrics = built.update(built.prepare(random_samples(16, seed=step)))
-                history.append((metrics["loss/total"], metrics["grad_norm"]))
-                if step + 1 == stop and first == 0:
-                    checkpoint.save(folder, stop, built, everywhere(built), Path(path), keep=2).wait()
-            return history
-
-        with engine(path, **options) as built:
-            whole = run(built, 0)
-            end = log_probs(built, random_samples(6, seed=99))
-        saved = checkpoint.newest(folder)
-        assert saved is not None
-        with engine(path, **checkpoint.engine_arguments(saved), **options) as built:
-            checkpoint.restore(saved, built)
-            rest = run(built, stop)
-            end_again = log_probs(built, random_samples(6, seed=99))
+        found = interrupted_run(path, Path(root) / str(number), case, steps, stop)
+        saved = found["saved"]
         results.append(
             {
-                "whole": whole,
-                "rest": rest,
-                "end": worst_difference(end, end_again),
+                "whole": found["whole"],
+                "rest": found["rest"],
+                "end": worst_difference(found["end"], found["end_again"]),
                 "files": sorted(str(file.relative_to(saved)) for file in saved.rglob("*") if file.is_file()),
                 "adapter_bytes": (saved / "adapter" / "adapter_model.safetensors").stat().st_size,
             }

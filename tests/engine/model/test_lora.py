@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from bridge.export.merge import merge_into, squared_error
 from engine.config import LATENT_TARGETS
+from engine.model.lora import product
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
@@ -315,3 +316,11 @@ def test_what_does_not_fit_is_refused(root: Path, model: str, shared: str, apart
     arguments = {"path": model, "cases": [{**LORA, **case} for case in cases.values()]}
     for words, message in zip(cases, run_ranks(1, "tests.engine.model.lora_cases:refusals", arguments)[0], strict=True):
         assert words in message, (words, message)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("size", "rank"), [(64, 4), (4, 64), (4, 192)])
+def test_a_kept_adapter_multiplies_as_a_trained_one(batch: int, size: int, rank: int) -> None:
+    inputs, factor = torch.randn(batch, 61, size).transpose(0, 1), torch.randn(rank, size)
+    kept, trained = product(inputs, factor), product(inputs.detach().requires_grad_(), factor.clone().requires_grad_())
+    assert kept.shape == (61, batch, rank) and torch.equal(kept, trained.detach())

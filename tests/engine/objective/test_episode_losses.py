@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -13,9 +14,12 @@ import torch
 from hypothesis import given, settings
 
 from engine.batch.batch import MicroBatch, SampleTable, pack
-from engine.batch.plan import plan_microbatches, split_evenly, split_members
-from engine.config import AlgorithmConfig
+from engine.batch.plan import BY_TOKENS, plan_microbatches, split_evenly, split_members
+from engine.config import AlgorithmConfig, EngineConfig
+from engine.minibatch import Cutter, with_advantages
+from engine.objective.own import OwnFunctions
 from engine.objective.loss import aggregation_weights, grpo_loss, leave_out
+from engine.runtime.parallel import Layout
 from engine.sample import Sample
 from tests.engine.objective.test_losses import CPU, MAX_NEW_TOKENS, Response, add, algorithms, plain_loss, responses
 
@@ -157,3 +161,39 @@ def test_a_mask_of_sampled_tokens_alone_is_none() -> None:
     assert len(Sample((1,), (2, 3), is_sampled=(True, True)).is_sampled) == 0
     mixed = Sample((1,), (2, 3, 4), is_sampled=(True, False, True))
     assert mixed.num_sampled == 2 and mixed.is_sampled.tolist() == [True, False, True]
+
+
+# group, member, reward, finish reason, of each sample: branches of one member lie side by side
+EPISODES = [
+    *((0, 0, 1.0, "stop"), (0, 1, 0.0, "stop"), (0, 1, 0.0, "length"), (0, 1, 0.0, "stop")),
+    *((1, 0, 5.0, "stop"), (1, 0, 5.0, "stop"), (1, 1, 2.0, "stop"), (1, 2, 2.0, "length")),
+]
+
+
+def table_of_episodes() -> SampleTable:
+    samples = [
+        Sample((1, 2), (3,) * (place + 1), reward=reward, group=group, member=member, finish_reason=reason)
+        for place, (group, member, reward, reason) in enumerate(EPISODES)
+    ]
+    return SampleTable.from_samples(samples)
+
+
+def test_each_branch_has_the_advantage_of_its_own_member() -> None:
+    """The mean of a group is over members, not over branches."""
+    algorithm = AlgorithmConfig(normalize_advantage_by_std=False)
+    found = with_advantages(table_of_episodes(), algorithm, MAX_NEW_TOKENS, OwnFunctions()).advantages
+    assert found.tolist() == [0.5, -0.5, -0.5, -0.5, 2.0, 2.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize(("truncated", "kept"), [("keep", range(8)), ("mask", (0, 4, 5, 6))])
+def test_all_branches_of_a_member_that_was_cut_off_leave_the_loss(truncated: str, kept: Sequence[int]) -> None:
+    """And what the loss is divided by."""
+    algorithm, layout = AlgorithmConfig(truncated=truncated), Layout(0, 1, 0, 1, 0, 1, 0, 1, 1, 0)
+    mini = Cutter(EngineConfig(tokens_per_microbatch=20), algorithm, layout, BY_TOKENS, False, CPU).cut(table_of_episodes())
+    tokens = Counter[int]()
+    for micro in mini.microbatches:
+        for place, mask in zip(micro.segment.tolist(), micro.mask.tolist(), strict=True):
+            tokens[micro.samples[place]] += int(mask)
+    assert {index: count for index, count in tokens.items() if count} == {index: index + 1 for index in kept}
+    assert mini.num_tokens == sum(index + 1 for index in kept)
+    assert mini.num_members == len({EPISODES[index][:2] for index in kept})
