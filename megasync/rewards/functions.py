@@ -38,6 +38,7 @@ class RewardInput:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the data file's line
     line: int = 0  # of the data file, from 1; 0: unknown
     thinking: bool = False  # the prompt, as the template renders it, ends within the thinking: <think>
+    source: str = ""  # the name of the prompt's source in data.train, where there are several
     place: str = ""  # of the line, in words: with its file, where the data have several
 
 

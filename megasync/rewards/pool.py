@@ -1,10 +1,10 @@
 """All rewards of a run: scores of samples, weights, and the effect of a reward that fails. No torch in here.
 
-    with RewardPool(config.rollout) as pool:                      # in the trainer; workers start with the first samples
+    with RewardPool(config.rollout, judges) as pool:              # in the trainer; workers start with the first samples
         scored = await pool.score(RewardInput(...))               # many at a time; Scored(total, parts)
         scored = await pool.score_group([RewardInput(...), ...])  # all samples of a prompt, where `pool.takes_groups`
 
-Leaves out the processes, time limits and blame (workers/).
+Leaves out the processes, time limits and blame (workers/), and how a judge is asked (judges/).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from bridge.generation import TokenScores
 from megasync.config.schema import RolloutConfig
 from megasync.rewards.failures import RewardError, describe
 from megasync.rewards.functions import RewardInput
+from megasync.rewards.judges.judge import JudgeError, Judges
 from megasync.rewards.program import Call
-from megasync.rewards.resolve import Reward, identity, resolve_rewards
+from megasync.rewards.resolve import JUDGE, Reward, identity, named_judges, resolve_rewards, weights
 from megasync.workers.failure import Failure
 from megasync.workers.job import Job, Outcome
 from megasync.workers.pool import WorkerPool
@@ -43,6 +45,9 @@ LIMIT_KEY = "rollout.reward_timeout_seconds"
 CONTINUE = "or write rollout.reward_on_failure=zero to continue with 0 for such samples"
 
 
+Result = asyncio.Future[list[tuple[float, bool]]]  # of a call: the value of each sample, and whether it failed and counts as 0
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """The rewards of a sample."""
@@ -50,6 +55,7 @@ class Scored:
     total: float  # the sum of weight x part
     parts: Mapping[str, float]  # of each reward, without its weight, by its name in the config
     failures: tuple[str, ...] = ()  # the rewards that failed and count as 0
+    teacher: tuple[TokenScores, ...] = ()  # of its tokens, one a branch, where a teacher is asked in the rollout
 
 
 class ScoreJob(Job):
@@ -62,7 +68,7 @@ class ScoreJob(Job):
     def finish(self, outcome: Outcome) -> None:
         if outcome.failure is None:
             self.result.set_result([(value, False) for value in outcome.value])
-        elif error := self.pool.on_failure(self, outcome.failure):
+        elif error := self.pool.on_failure(self.reward, self.call.samples, outcome.failure):
             self.result.set_exception(error)
         else:
             self.result.set_result([(0.0, True)] * len(self.call.samples))
@@ -71,11 +77,14 @@ class ScoreJob(Job):
 class RewardPool:
     """At most `rollout.reward_processes` workers for plain functions, and as many for async ones."""
 
-    def __init__(self, rollout: RolloutConfig) -> None:
-        """ConfigError where `rollout.reward` cannot be imported."""
-        self.rollout, self.rewards = rollout, resolve_rewards(rollout.reward)
+    def __init__(self, rollout: RolloutConfig, judges: Judges | None = None) -> None:
+        """ConfigError where `rollout.reward` cannot be imported. `judges`: those of the run, which this pool closes."""
+        self.rollout, self.rewards, self.judges = rollout, resolve_rewards(rollout.reward), judges or Judges()
+        asked = named_judges(rollout.reward, self.judges.configs)
+        self.weights = weights(rollout.reward)
         self.takes_groups = any(reward.takes_list for reward in self.rewards)
-        self.identity = identity(self.rewards)
+        of_judges = [(name, self.weights[JUDGE + name], self.judges.configs[name].identity) for name in asked]
+        self.identity = identity(self.rewards) + (repr(of_judges) if of_judges else "")
         self.plain = self._workers("plain_rewards", 1)
         self.concurrent = self._workers("async_rewards", rollout.reward_concurrency)
         self._num_failures = Counter[tuple[str, str]]()
@@ -96,7 +105,8 @@ class RewardPool:
 
     async def score_group(self, samples: Sequence[RewardInput]) -> list[Scored]:
         """The rewards of each sample of a prompt. Raises as `score` does."""
-        columns = [self._submit(place, reward, list(samples)) for place, reward in enumerate(self.rewards)]
+        submitted = {reward.name: self._submit(place, reward, list(samples)) for place, reward in enumerate(self.rewards)}
+        columns = [submitted.get(name) or self._ask(name, samples) for name in self.weights]
         try:
             await asyncio.gather(*itertools.chain.from_iterable(columns))
         except WorkersError as error:
@@ -104,32 +114,49 @@ class RewardPool:
         rows = zip(*(itertools.chain.from_iterable(result.result() for result in column) for column in columns), strict=True)
         return [self._scored(row) for row in rows]
 
-    def _submit(self, place: int, reward: Reward, samples: list[RewardInput]) -> list[asyncio.Future[list[tuple[float, bool]]]]:
+    def _submit(self, place: int, reward: Reward, samples: list[RewardInput]) -> list[Result]:
         workers = self.concurrent if reward.is_async else self.plain
         parts = [samples] if reward.takes_list else [[sample] for sample in samples]
         return [workers.submit(ScoreJob(self, reward, Call(place, part))) for part in parts]
 
-    def _scored(self, row: Sequence[tuple[float, bool]]) -> Scored:
-        named = list(zip(self.rewards, row, strict=True))
-        total = math.fsum(reward.weight * value for reward, (value, _) in named)  # 0.7 + 0.2 + 0.1 is to pass at 1
-        failures = tuple(reward.name for reward, (_, failed) in named if failed)
-        return Scored(total, {reward.name: value for reward, (value, _) in named}, failures)
+    def _ask(self, name: str, samples: Sequence[RewardInput]) -> list[Result]:
+        return [asyncio.ensure_future(self._judged(name, sample)) for sample in samples]
 
-    def on_failure(self, job: ScoreJob, failure: Failure) -> RewardError | None:
+    async def _judged(self, name: str, sample: RewardInput) -> list[tuple[float, bool]]:
+        try:
+            return [(await self.judges.score(name.removeprefix(JUDGE), sample), False)]
+        except JudgeError as error:
+            stops = self.rollout.reward_on_failure == "stop" if error.stops is None else error.stops
+            remedy = error.remedy + (f", {CONTINUE}" if error.stops is None else "")
+            if stops:
+                raise RewardError(describe(name, error.failure, [sample], remedy)) from error
+            self._count(name, [sample], error.failure)
+            return [(0.0, True)]
+
+    def _scored(self, row: Sequence[tuple[float, bool]]) -> Scored:
+        named = list(zip(self.weights.items(), row, strict=True))
+        total = math.fsum(weight * value for (_, weight), (value, _) in named)  # 0.7 + 0.2 + 0.1 is to pass at 1
+        failures = tuple(name for (name, _), (_, failed) in named if failed)
+        return Scored(total, {name: value for (name, _), (value, _) in named}, failures)
+
+    def on_failure(self, reward: Reward, samples: Sequence[RewardInput], failure: Failure) -> RewardError | None:
         """The error that ends the run with the sample; None: the call counts as 0."""
-        name, samples = job.reward.name, job.call.samples
-        is_of_output = name in PARSERS and not failure.what.startswith("raised")
+        is_of_output = reward.name in PARSERS and not failure.what.startswith("raised")
         if self.rollout.reward_on_failure == "stop" and not is_of_output:
             remedy = f"raise {LIMIT_KEY}, {CONTINUE}" if LIMIT_KEY in failure.what else f"mend the function, {CONTINUE}"
-            if not job.reward.takes_list and WANTS_LIST.match(failure.what):
+            if not reward.takes_list and WANTS_LIST.match(failure.what):
                 remedy = "annotate its first parameter as list[RewardInput], and it gets all samples of a prompt"
-            return RewardError(describe(name, failure, samples, remedy))
+            return RewardError(describe(reward.name, failure, samples, remedy))
+        self._count(reward.name, samples, failure)
+        return None
+
+    def _count(self, name: str, samples: Sequence[RewardInput], failure: Failure) -> None:
+        """A call that counts as 0."""
         kind = name, failure.what.partition(" ")[0]
         self._num_failures[kind] += 1
         if self._num_failures[kind] <= MAX_LOGGED:
             last = ", others of this kind are only counted" if self._num_failures[kind] == MAX_LOGGED else ""
             logger.warning("counts as 0%s: %s", last, describe(name, failure, samples, ""))
-        return None
 
     def close(self) -> None:
         """End all workers. From any thread, more than once."""

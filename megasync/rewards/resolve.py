@@ -1,5 +1,7 @@
 """`rollout.reward` becomes functions: found by name or imported, and looked at before anything starts. No torch in here.
 
+Of judges only the names are looked up here; judges/ has the rest.
+
 reward = resolve_rewards("exact_match")[0]
 rewards = resolve_rewards({"exact_match": 1.0, "my_package.my_module:my_reward": 0.2})
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +27,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "token_count": token_count,
 }
+JUDGE = "judge:"  # before a name in `judges`
 PATH_REMEDY = "write rollout.reward=exact_match, or a function as rollout.reward=my_package.my_module:my_reward"
 # Whose rewards have a first parameter of this name.
 THEIRS = {"completions": "TRL", "prompts": "TRL", "data_source": "verl", "solution_str": "verl"}
@@ -48,12 +51,28 @@ def weights(reward: str | Mapping[str, float]) -> dict[str, float]:
 
 
 def resolve_rewards(reward: str | Mapping[str, float]) -> list[Reward]:
-    """The functions that `rollout.reward` names, imported if need be, in its order.
+    """The functions that `rollout.reward` names, imported if need be, in its order, without judges.
 
     Raises:
         ConfigError: there is no such function, or it does not take one argument.
     """
-    return [_resolve(name, weight) for name, weight in weights(reward).items()]
+    return [_resolve(name, weight) for name, weight in weights(reward).items() if not name.startswith(JUDGE)]
+
+
+def named_judges(reward: str | Mapping[str, float], judges: Iterable[str]) -> list[str]:
+    """The judges that `rollout.reward` names, without `judge:`; `judges`: the declared ones.
+
+    Raises:
+        ConfigError: one is not declared.
+    """
+    names = [name.removeprefix(JUDGE) for name in weights(reward) if name.startswith(JUDGE)]
+    for name in names:
+        if name not in judges:
+            near, choices = nearest_name(name, judges), ", ".join(judges) or "none"
+            message = f"rollout.reward = {JUDGE}{name}: there is no such judge"
+            remedy = f"declare judges.{name}, with a path or an endpoint; a module named judge needs another name"
+            raise ConfigError(message, choices=choices, nearest=near, remedy=remedy)
+    return names
 
 
 def require_packages(
@@ -102,7 +121,7 @@ def _takes_list(function: Callable[..., Any]) -> bool:
 def _import_function(path: str) -> Callable[..., Any]:
     headline = f"rollout.reward = {path!r}"
     if not IMPORT_PATH.fullmatch(path):
-        choices = ", ".join([*REWARDS, "package.module:function"])
+        choices = ", ".join([*REWARDS, f"{JUDGE}NAME", "package.module:function"])
         near = nearest_name(path, REWARDS)
         raise ConfigError(f"{headline}: there is no such reward", choices=choices, nearest=near, remedy=PATH_REMEDY)
     module, function = import_named(path, headline)

@@ -1,0 +1,92 @@
+"""Judges: rules of their keys, and one try of those that `rollout.reward` names, before anything starts. No torch in here.
+
+check_judges(config)                    # ConfigError
+lines = ask_judges(config, inputs)      # each endpoint is asked once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jinja2 import meta
+
+from megasync.config.errors import ConfigError, combined, refuse
+from megasync.config.judge_section import ENVIRONMENT, JudgeConfig
+from megasync.config.schema import Config
+from megasync.rewards.failures import shown
+from megasync.rewards.functions import RewardInput
+from megasync.rewards.judges.judge import endpoint_settings, sampling_of
+from megasync.rewards.judges.prompt import Messages, PromptError, messages
+from megasync.rewards.judges.reply import UnparsedError, read_score
+from megasync.rewards.resolve import named_judges
+from megasync.served.endpoint import Endpoint
+from megasync.served.protocol import ServedError
+
+SECONDS = 60.0  # for an endpoint's first reply
+
+
+def check_judges(config: Config) -> None:
+    """ConfigError for a judge that is named and not declared, or whose keys do not go together."""
+    named_judges(config.rollout.reward, config.judges)
+    refuse(error for name, judge in config.judges.items() for error in _judge_errors(f"judges.{name}", judge))
+
+
+def _judge_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
+    if bool(judge.path) == bool(judge.endpoint):
+        problem = "has both a path and an endpoint" if judge.path else "has neither a path nor an endpoint"
+        yield ConfigError(f"{key}: {problem}", remedy=f"write {key}.path=FOLDER or {key}.endpoint=http://HOST:PORT/v1")
+    for name in ("replicas", "tensor_parallel", "gpu_memory_utilization", "engine_arguments") if judge.endpoint else ():
+        if (value := getattr(judge, name)) != JudgeConfig.model_fields[name].get_default(call_default_factory=True):
+            yield ConfigError(f"{key}.{name} = {value}: {key}.endpoint is served elsewhere", remedy=f"leave {key}.{name} out")
+    if judge.path and not (Path(judge.path) / "config.json").is_file():
+        yield ConfigError(f"{key}.path = {judge.path}: is no model folder", remedy="name a folder with config.json and weights")
+    reads = meta.find_undeclared_variables(ENVIRONMENT.parse(judge.prompt + judge.system))
+    if "response" not in reads:
+        remedy = f"write {{{{ response }}}} into {key}.prompt where the response is to stand"
+        yield ConfigError(f"{key}.prompt = {shown(judge.prompt)}: does not show the response", remedy=remedy)
+
+
+def ask_judges(config: Config, inputs: Sequence[RewardInput]) -> list[str]:
+    """Render the prompts of all inputs, and ask each endpoint for the score of the first one. Lines for the user.
+
+    Raises:
+        ConfigError: a prompt cannot be rendered, none of a judge's endpoints gives a reply, or a reply without a score would stop
+            the run.
+    """
+    lines = list[str]()
+    for name in named_judges(config.rollout.reward, config.judges):
+        judge = config.judges[name]
+        try:
+            asked = [messages(judge, given) for given in inputs]
+        except PromptError as error:
+            raise ConfigError(f"judges.{name}.prompt = {shown(judge.prompt)}: {error}", remedy="correct the template") from error
+        tried = [asyncio.run(_try_endpoint(name, judge, url, asked[0])) for url in judge.endpoint]
+        lost = [error for error in tried if isinstance(error, ConfigError)]
+        if lost and len(lost) == len(tried):
+            raise combined(lost)
+        lines += map(str, tried)
+    return lines
+
+
+async def _try_endpoint(name: str, judge: JudgeConfig, url: str, asked: Messages) -> str | ConfigError:
+    """A line for the user, or why there is no reply."""
+    key, seconds = f"judges.{name}.endpoint = {url}", min(SECONDS, judge.timeout_seconds)
+    endpoint = Endpoint(replace(endpoint_settings(name, judge), urls=(url,), timeout_seconds=seconds, patience_seconds=0.0))
+    try:
+        reply = await endpoint.chat(asked, sampling_of(judge))
+    except ServedError as error:
+        problem = str(error).rpartition("; the last try: ")[2]
+        remedy = f"start the server, or correct the URL and judges.{name}.model"
+        return ConfigError(f"{key}: gives no reply", problem=problem, remedy=remedy)
+    finally:
+        await endpoint.close()
+    try:
+        return f"{key}: gives {read_score(reply, judge):g} to an answer of the data"
+    except UnparsedError as error:
+        message, remedy = f"{key}: gave a reply without a score: {error}", f"ask for the score's form in judges.{name}.prompt"
+        if judge.on_unparsed == "stop":
+            raise ConfigError(message, reply=shown(reply), remedy=remedy) from error
+        return f"{message}: {shown(reply)}"
