@@ -94,6 +94,8 @@ class ReplicaConfig:
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices
     on_update: OnUpdate = "drain"  # what a sync does with running requests: wait for them, hold them, or restart them
     recomputes_cache: bool = True  # continue: the KV cache of held requests is recomputed with the new weights
+    never_syncs: bool = False  # a replica that starts again serves the folder's weights at once
     detokenizes: bool = False  # requests have stop texts: the tokenizer is read at the start
     returns_experts: bool = False  # completions have the experts of their tokens
+    returns_support: bool = False  # completions of requests with a `top_k` have the tokens that the sampler kept
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field

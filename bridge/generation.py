@@ -5,13 +5,16 @@ Leaves out who works on them (replicas/).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
+NO_SUPPORT = np.empty(0, np.int32)
+MAX_SUPPORT = 256  # the largest `top_k` with which a support is returned
 TOKEN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
 
 
@@ -39,6 +42,34 @@ class GenerationRequest(Sampling):
     prompt_ids: tuple[int, ...]
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    first_is_greedy: bool = False  # the first of its samples is at temperature 0
+
+    def of_sample(self, sample: int) -> GenerationRequest:
+        """As this one of its samples is asked for."""
+        if not self.first_is_greedy:
+            return self
+        return replace(self, first_is_greedy=False, temperature=0.0 if sample == 0 else self.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest(GenerationRequest):
+    """The log-probs of a prompt's own tokens, and of the `num_top` most likely ones at each place."""
+
+    num_top: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """Of a sequence of n tokens, natural log-probs of those from the second on, and the k most likely tokens at their places."""
+
+    log_probs: npt.NDArray[np.float32]  # [n - 1]
+    top_ids: npt.NDArray[np.int32]  # [n - 1, k], the most likely first
+    top_log_probs: npt.NDArray[np.float32]  # [n - 1, k]
+
+    def behind(self, num_prompt: int) -> TokenScores:
+        """Of the tokens behind the first `num_prompt`, at least 1; copies, without the memory of the others."""
+        first = num_prompt - 1
+        return TokenScores(self.log_probs[first:].copy(), self.top_ids[first:].copy(), self.top_log_probs[first:].copy())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,15 +88,17 @@ class Completion:
     finish_reason: str = "stop"  # stop | length
     # [prompt and response tokens - 1, layers, experts of a token], uint8 or int16, where ReplicaConfig.returns_experts is set
     routed_experts: npt.NDArray[Any] = field(default_factory=lambda: NO_EXPERTS)
+    # [n + kept tokens]: how many tokens the sampler kept at each of the n, then their ids; empty without `returns_support`
+    support: npt.NDArray[np.int32] = field(default_factory=lambda: NO_SUPPORT)
 
     def __post_init__(self) -> None:
-        for name, dtype in TOKEN_ARRAYS.items():
+        for name, dtype in {**TOKEN_ARRAYS, "support": np.int32}.items():
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
 
     def copy(self) -> Completion:
         """A copy with its own arrays. Ray returns views of its object store, which keep the object alive."""
         arrays = self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy()
-        return Completion(*arrays, self.finish_reason, self.routed_experts.copy())
+        return Completion(*arrays, self.finish_reason, self.routed_experts.copy(), self.support.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +135,36 @@ class Collected:
         names = [(each.key, each.sample, each.completion.finish_reason) for each in self.finished]
         columns = [[getattr(each, name) for each in done] for name in TOKEN_ARRAYS]
         experts = [each.routed_experts for each in done] if any(each.routed_experts.size for each in done) else []
+        supports = [each.support for each in done] if any(each.support.size for each in done) else []
         joined = [np.concatenate(column) if done else np.empty(0) for column in columns]
-        return _collected, (names, [len(each.token_ids) for each in done], joined, experts, self.silent_seconds)
+        return _collected, (names, [len(each.token_ids) for each in done], joined, experts, supports, self.silent_seconds)
 
 
-def _collected(names: Any, lengths: list[int], joined: Any, experts: Any, silent_seconds: float) -> Collected:
+def _collected(
+    names: Any, lengths: list[int], joined: Any, experts: Any, supports: Any, silent_seconds: float
+) -> Collected:
     """Copies the completions' arrays: Ray returns views of its object store."""
     columns = [np.split(column.copy(), np.cumsum(lengths[:-1], dtype=np.int64)) for column in joined]
     routed = [rows.copy() for rows in experts] or [NO_EXPERTS] * len(names)
+    kept = [support.copy() for support in supports] or [NO_SUPPORT] * len(names)
     finished = (
-        Finished(key, sample, Completion(tokens, log_probs, versions, reason, rows))
-        for (key, sample, reason), tokens, log_probs, versions, rows in zip(names, *columns, routed, strict=False)
+        Finished(key, sample, Completion(tokens, log_probs, versions, reason, rows, support))
+        for (key, sample, reason), tokens, log_probs, versions, rows, support in zip(names, *columns, routed, kept, strict=False)
     )  # of no samples numpy.split makes one part
     return Collected(tuple(finished), silent_seconds)
+
+
+def joined_support(parts: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> npt.NDArray[np.int32]:
+    """The support of tokens that follow each other: of each part their number, and their support or none."""
+    if not any(support.size for _, support in parts):
+        return NO_SUPPORT
+    counts = [support[:number] if support.size else np.zeros(number, np.int32) for number, support in parts]
+    return np.concatenate([*counts, *(support[number:] for number, support in parts)])
+
+
+def part_of_support(support: npt.NDArray[np.int32], num_tokens: int, part: slice) -> npt.NDArray[np.int32]:
+    """That of the tokens `part`, given that of `num_tokens`."""
+    if not support.size:
+        return NO_SUPPORT
+    counts, ends = support[:num_tokens], np.cumsum([0, *support[:num_tokens]])
+    return np.concatenate([counts[part], support[num_tokens:][ends[part.start] : ends[part.stop]]])

@@ -29,6 +29,7 @@ from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, open_output,
 VERBS = {  # one line of help each
     "train": "train with a config, on this machine's GPUs or CPU",
     "submit": "train as a Ray job, on a running cluster or a new local one",
+    "serve": "serve an engine to clients that write the training loop themselves (Tinker's API)",
     "quickstart": "train a small model with RL, from nothing, in a few minutes",
     "assets": "write a small model and data for experiments",
     "import": "convert a config of verl or TRL, and list keys without a counterpart",
@@ -46,10 +47,11 @@ VERBS = {  # one line of help each
 MODULES = {verb: f"megasync.tools.{verb}.command" for verb in VERBS} | {
     "train": "megasync.train",
     "submit": "megasync.submit",
+    "serve": "megasync.service.command",
     "render": "megasync.launch.render",
     "import": "megasync.tools.import_config.command",
 }
-NEED_TORCH = ("train", "quickstart", "assets", "plan", "generate", "evaluate", "bisect", "replay")
+NEED_TORCH = ("train", "serve", "quickstart", "assets", "plan", "generate", "evaluate", "bisect", "replay")
 OF_LANES = (  # modules of the packages that the extras cpu and gpu install
     *("torch", "vllm", "ray", "megatron", "megatron_fsdp", "mbridge", "aiohttp", "renderers", "setproctitle", "math_verify"),
     *("matplotlib", "peft", "plotly", "tensorboard"),

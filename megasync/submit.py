@@ -31,7 +31,7 @@ from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import exit_summary
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.job_server import exit_code, follow_in_thread, stop, submit
-from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
+from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus, num_teacher_gpus, num_teacher_replicas
 from megasync.launch.processes import REFUSED, code_of, sigterm_as_ctrl_c
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import FOR_CLUSTER, RAY_ADDRESS, run_scope
@@ -120,6 +120,8 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
         driver += ["--trainer-nodes", str(config.run.trainer_nodes)]
         driver += ["--replicas", str(config.rollout.replicas if own else 0)]
         driver += ["--tensor-parallel", str(config.rollout.tensor_parallel)]
+        if num_teachers := num_teacher_replicas(config):
+            driver += ["--teachers", str(num_teachers), "--teacher-parallel", str(config.teacher.tensor_parallel)]
     arguments = [config_path, *options.overrides, *absolute_paths(config)]
     return {"entrypoint": shlex.join([*driver, "--", *arguments]), "runtime_env": runtime_env}
 
@@ -127,7 +129,7 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
 def num_cpus(config: Config, num_ranks: int) -> int:
     """CPUs that a local cluster declares: enough for all processes, which share the machine's cores."""
     replicas = config.rollout.replicas * config.rollout.tensor_parallel
-    return max(os.cpu_count() or 1, num_ranks + replicas + 1)
+    return max(os.cpu_count() or 1, num_ranks + replicas + num_teacher_gpus(config) + 1)
 
 
 def submit_to_cluster(address: str, job_arguments: dict[str, Any], words: Callable[[int], str], *, wait: bool) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.checks.data import ask_vllm
-from megasync.checks.own_answers import score_own_answers
+from megasync.checks.own_answers import OwnScores, score_own_answers, try_judges
 from megasync.checks.preview import preview
 from megasync.checks.unused import unused_keys
 from megasync.config.errors import main_errors
@@ -140,8 +140,11 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
     with main_errors():
         forget_former_stop(config.run.folder)
-        scored = score_own_answers(config, data, FIRST_ANSWERS) if data is not None and config.algorithm.name == "grpo" else []
-    for line in (line for scores in scored if scores.is_wrong for line in scores.lines()):
+        scored, judged = list[OwnScores](), list[str]()
+        if data is not None and config.algorithm.name == "grpo":
+            scored = score_own_answers(config, data, FIRST_ANSWERS)
+            judged = try_judges(config, data, FIRST_ANSWERS)
+    for line in (*judged, *(line for scores in scored if scores.is_wrong for line in scores.lines())):
         print(line)
     by_hand = ["megasync"] if shutil.which("megasync") else [sys.executable, "-m", "megasync"]
     os.environ.setdefault(COMMAND, shlex.join([*by_hand, "train", *arguments]))

@@ -280,7 +280,7 @@ class ReplicaActors(ActorLauncher):
                 own.problem = lost or own.problem
                 break
             try:
-                launched = self._begin_launch([replica], serves_folder=False)
+                launched = self._begin_launch([replica], serves_folder=self.config.never_syncs)
                 own.actor = launched[replica]
                 self._finish_launch(launched)
             except Exception as error:  # noqa: BLE001 # raised by `rejoin` where too few are left

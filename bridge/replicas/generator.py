@@ -18,11 +18,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from bridge.config import OnUpdate
-from bridge.generation import NO_EXPERTS, Collected, Completion, Finished, GenerationRequest, GroupRequest
+from bridge.generation import (
+    NO_EXPERTS,
+    Collected,
+    Completion,
+    Finished,
+    GenerationRequest,
+    GroupRequest,
+    ScoreRequest,
+    TokenScores,
+)
 from bridge.messages import NotServingError
 from bridge.vllm.serving import api, routing
 from bridge.vllm.serving import requests as vllm_requests
@@ -63,13 +69,14 @@ class Generator:
         explain: Callable[[Exception], Exception],
         *,
         returns_experts: bool = False,
+        returns_support: bool = False,
     ) -> None:
         """`serving` returns the served version and whether an adapter is served, or raises; `explain` returns a better error."""
         self.lock = asyncio.Lock()
         self.is_busy = False  # with weights
         self._engine, self._index, self.on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
-        self._returns_experts = returns_experts
+        self._returns_experts, self._returns_support = returns_experts, returns_support
         self._ids = itertools.count()
         self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
         self._held: set[str] = set()  # of these, those that a pause holds
@@ -96,12 +103,12 @@ class Generator:
         completions = iter(await self._completions(ended))
         return [[next(completions) for _ in range(request.num_samples)] for request in requests]
 
-    async def score(self, sequences: Sequence[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
-        """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
-        requests = [GenerationRequest(ids, max_new_tokens=0, temperature=0.0) for ids in sequences]
+    async def score(self, sequences: Sequence[tuple[int, ...]], num_top: int = 0) -> list[TokenScores]:
+        """At temperature 1, with the `num_top` most likely tokens (vLLM: max_logprobs at most)."""
+        requests = [ScoreRequest(ids, max_new_tokens=0, temperature=0.0, num_top=num_top) for ids in sequences]
         ended = await self._answers([RunningSample(request) for request in requests])
         await self._forget_experts(ended)
-        return [vllm_requests.prompt_log_probs(output) for _, _, output in ended]
+        return [vllm_requests.token_scores(output, num_top) for _, _, output in ended]
 
     async def _answers(self, lives: Sequence[RunningSample], *, keeps_cache: bool = False) -> list[Ended]:
         answers = []
@@ -147,6 +154,15 @@ class Generator:
         pairs = zip(ended, await self._completions(ended), strict=True)
         finished = tuple(Finished(live.key, live.sample, completion) for (_, live, _), completion in pairs)
         return Collected(finished, self.silent_seconds)
+
+    async def abort_groups(self, keys: Sequence[int]) -> None:
+        """Stop with these groups; `collect` has no samples of them any more."""
+        chosen = {name for name, live in self._live.items() if live.answer is None and live.key in keys}
+        self._live = {name: live for name, live in self._live.items() if name not in chosen}
+        dropped = [each for each in self._ended if each[1].key in keys]
+        self._ended = [each for each in self._ended if each[1].key not in keys]
+        await self._forget_experts(dropped)
+        await self._engine.abort(list(chosen), internal=True)
 
     # ------------------------------------------------------------------------------------------------ at an update
 
@@ -212,9 +228,9 @@ class Generator:
             try:
                 requests = await self._core_requests(named, version, with_adapter)
                 if alone:
-                    await api.pause(self._engine, "keep")
+                    await self._unless_dead(api.pause(self._engine, "keep"))
                     if not keeps_cache:
-                        await self._engine.reset_prefix_cache()
+                        await self._unless_dead(self._engine.reset_prefix_cache())
                 self._live |= named
                 await vllm_requests.submit(self._engine, requests, self)
             except Exception as error:  # noqa: BLE001 # whatever vLLM raises
@@ -229,11 +245,18 @@ class Generator:
 
     async def _core_requests(self, named: Mapping[str, RunningSample], version: int, with_adapter: bool) -> list[Any]:
         """vLLM's own, by prompt: what lies side by side is of one."""
-        make = partial(vllm_requests.core_requests, self._engine, version=version, with_adapter=with_adapter)
+        make = partial(
+            vllm_requests.core_requests,
+            self._engine,
+            version=version,
+            with_adapter=with_adapter,
+            returns_experts=self._returns_experts,
+            returns_support=self._returns_support,
+        )
         found: list[Any] = []
-        for request, own in itertools.groupby(named.items(), lambda item: item[1].request):
+        for request, own in itertools.groupby(named.items(), lambda item: item[1].request.of_sample(item[1].sample)):
             samples = {name: live.sample for name, live in own}
-            found += await make(request, samples, returns_experts=self._returns_experts)
+            found += await make(request, samples)
         return found
 
     def put(self, output: Any) -> None:

@@ -73,16 +73,31 @@ class ReplicaPool(ReplicaActors):
         actor.num_collects += 1
         return actor.handle.collect.remote(seconds, actor.num_collects)
 
+    def abort_groups(self, replica: int, keys: Sequence[int]) -> Any:
+        """Let a replica stop with these groups, which `collect` has no samples of then; a Ray reference."""
+        (actor,) = self._chosen([replica])
+        return actor.handle.abort_groups.remote(list(keys))
+
     def score(self, replica: int, sequences: Sequence[Sequence[int]], timeout: float) -> list[npt.NDArray[np.float32]]:
         """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on.
 
         Raises:
             RuntimeError: the replica died or gives no answer in time.
         """
+        ref = self.ask(replica, "score", [tuple(map(int, ids)) for ids in sequences], 0)
+        return [scores.log_probs.copy() for scores in self.gather([ref], timeout, [replica], "score")[0]]
+
+    def ask(self, replica: int, method: str, *given: Any) -> Any:
+        """Call `generate` or `score` of a replica; a Ray reference. Does not wait."""
         (actor,) = self._chosen([replica])
-        ref = actor.handle.score.remote([tuple(map(int, ids)) for ids in sequences])
+        ref = getattr(actor.handle, method).remote(*given)
         actor.num_sent += 1
-        return [scores.copy() for scores in self.gather([ref], timeout, [replica], "score")[0]]
+        return ref
+
+    def ask_silence(self, replica: int) -> Any:
+        """A Ray reference to how long the replica's vLLM has owed an answer, in seconds."""
+        (actor,) = self._chosen([replica])
+        return actor.handle.silent_seconds.remote()
 
     def trace(self, replica: int, token_ids: Sequence[int], num_prompt: int, temperature: float, path: Path) -> None:
         """A given response through the replica, prefilled and then a token at a time, with all tensors on the way in `path`.

@@ -15,12 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from bridge import processes
 from bridge.config import ReplicaConfig
-from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest
+from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest, TokenScores
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
 from bridge.notes import find_notes
 from bridge.replicas import places
@@ -78,6 +75,7 @@ class Replica:
             self._serving,
             self._explain,
             returns_experts=self.config.returns_experts,
+            returns_support=self.config.returns_support,
         )
         self._watch = asyncio.create_task(self._generator.watch())
         api.yield_cores()
@@ -103,15 +101,19 @@ class Replica:
         """See Generator."""
         await self._generator.hand_in(groups, num_collects)
 
+    async def abort_groups(self, keys: list[int]) -> None:
+        """See Generator."""
+        await self._generator.abort_groups(keys)
+
     async def collect(self, seconds: float, number: int) -> Collected:
         """See Generator."""
         self._require_service()
         return await self._generator.collect(seconds, number)
 
-    async def score(self, sequences: list[tuple[int, ...]]) -> list[npt.NDArray[np.float32]]:
-        """Natural log-probs, at temperature 1, of the tokens of each sequence from its second on."""
+    async def score(self, sequences: list[tuple[int, ...]], num_top: int) -> list[TokenScores]:
+        """See Generator."""
         self._num_calls += 1
-        return await self._generator.score(sequences)
+        return await self._generator.score(sequences, num_top)
 
     async def trace(self, token_ids: list[int], num_prompt: int, temperature: float, path: str) -> None:
         """Go through a prompt and a given response as if it were sampled, and write every tensor on the way to `path`."""

@@ -16,11 +16,15 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.config import NAME_BYTES
+from engine.config import NAME_BYTES, is_own
 from megasync.checks.data import ask_vllm, check_data, check_engine_arguments, check_episodes
+from megasync.checks.endpoint import check_endpoint
+from megasync.checks.judges import check_judges
+from megasync.checks.own_functions import check_own_functions
 from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
+from megasync.checks.teacher import check_teacher
 from megasync.checks.unused import unused_keys
 from megasync.config.errors import ConfigError, Found, main_errors, refuse, refuse_if, wrong
 from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
@@ -28,6 +32,7 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import how_to_install
 from megasync.data.load import RunData, load_data, read_files
+from megasync.data.sampler import check_sampler
 from megasync.launch.scope import FOR_CLUSTER
 from megasync.models.folder import check_model_folder
 from megasync.report.loggers import missing_loggers
@@ -44,13 +49,15 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     checks: list[Callable[[], None]] = [
         lambda: check_settings(config, world_size),
         lambda: _check_packages(config),
+        lambda: _check_own_functions(config),
     ]
     if config.model.path:
         checks.append(lambda: check_layout(config, check_model_folder(config.model.path), world_size))
+        checks.append(lambda: check_teacher(config))
     if config.algorithm.name == "grpo":
-        rollout = (_check_rewards, check_cache_memory, _check_episodes, check_engine_arguments)
+        rollout = (_check_rewards, check_cache_memory, _check_episodes, check_engine_arguments, check_endpoint)
         checks += [partial(check, config) for check in rollout]
-    checks += [partial(check, config) for check in (check_data, check_resume, _check_run_folder)]
+    checks += [partial(check, config) for check in (check_data, check_resume, check_run_folder)]
     for check in checks:
         with found.more():
             check()
@@ -63,7 +70,11 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     if needs_data and not find_spec("transformers"):  # a machine that only submits runs may have none
         read_files(config)
         return None
-    return load_data(config) if needs_data else None
+    if not needs_data:
+        return None
+    data = load_data(config)
+    check_sampler(config.data, data.train, config.run.seed)
+    return data
 
 
 def _check_packages(config: Config) -> None:
@@ -87,11 +98,18 @@ def _check_packages(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     reward = config.rollout.reward
+    check_judges(config)
     with _noted_for_a_cluster(reward):
         resolve_rewards(reward)
     with _noted_for_a_cluster():
         if find_spec("torch") and os.environ.get("RANK", "0") == "0":  # rank 0 alone has rewards
             require_packages(reward, fetches=FOR_CLUSTER not in os.environ)
+
+
+def _check_own_functions(config: Config) -> None:
+    own = (config.algorithm.loss, config.algorithm.advantage, config.rollout.filter, *config.run.callbacks, *config.run.loggers)
+    with _noted_for_a_cluster(dict.fromkeys(filter(is_own, own), 1.0)):
+        check_own_functions(config)
 
 
 def _check_episodes(config: Config) -> None:
@@ -116,7 +134,8 @@ def _noted_for_a_cluster(named: str | Mapping[str, float] = "") -> Iterator[None
         print(f"not here, but needed on the cluster's nodes: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
-def _check_run_folder(config: Config) -> None:
+def check_run_folder(config: Config) -> None:
+    """ConfigError where the run's folder has no good name, or cannot be written."""
     name, folder = config.run.name, config.run.folder
     message = f"run.name = {name!r}: the name of one folder is expected"
     refuse_if(name in ("", ".", "..") or "/" in name, message, remedy="put the folders above it into run.dir")

@@ -31,7 +31,13 @@ def check_data(config: Config) -> None:
     sets, name = config.data.eval_sets, config.algorithm.name
     headline = f"data.eval = {', '.join(sets)}: sets are for algorithm.name = grpo, which generates"
     refuse_if(sets and name == "sft", headline, algorithm=name, remedy="write data.eval=FILE for the accuracy on one file")
-    refuse(error for name in sets for error in _set_errors(config, name))
+    unset = [f"data.train.{name}.path" for name, source in config.data.train_sources.items() if not source.path]
+    refuse(
+        [
+            *(ConfigError(f"{key} is not set", remedy=f"write {key}=FILE") for key in unset),
+            *(error for name in sets for error in _set_errors(config, name)),
+        ]
+    )
 
 
 def _set_errors(config: Config, name: str) -> Iterator[ConfigError]:

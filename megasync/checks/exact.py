@@ -37,6 +37,7 @@ ON_GPUS: Allowed = (
 )
 DETERMINISTIC: Allowed = (
     ("rollout.max_staleness", (0,), "which samples a batch has depends on time"),
+    ("rollout.oversample", (1.0,), "which prompts are done first depends on time"),
     ("rollout.replicas", (1,), "which replica generates a sample depends on time"),
     ("rollout.stop", ((),), "the step at which vLLM ends a response depends on time"),
     ("rollout.episode", ("",), "the order of turns depends on time"),

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.sample import IntArray
+from megasync.checks.judges import ask_judges
 from megasync.config.errors import ConfigError
-from megasync.config.schema import Config
+from megasync.config.schema import Config, RolloutConfig
 from megasync.data.data import Example
 from megasync.data.load import RunData
 from megasync.data.prompts import Prompts
@@ -24,12 +25,12 @@ from megasync.launch.scope import FOR_CLUSTER
 from megasync.rewards.failures import RewardError, shown
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.pool import RewardPool, Scored
-from megasync.rewards.resolve import REWARDS, weights
+from megasync.rewards.resolve import JUDGE, REWARDS, weights
 
 MAX_ANSWERS = 64  # of each data set
 MAX_LISTED = 3
 MAX_PROCESSES = 2  # each imports what the rewards need
-SECONDS = 10.0  # for the answers of a data set: a judge at an endpoint may take long
+SECONDS = 10.0  # for the answers of a data set: a function may ask a model
 IGNORE_TEXT = {"token_count"}  # rewards that do not depend on the text of a response
 
 
@@ -82,20 +83,13 @@ def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) ->
     Raises:
         ConfigError: a reward raised, or returned no finite number for each sample, where rollout.reward_on_failure is stop.
     """
-    own = config.rollout
-    names = [name for name, weight in weights(own.reward).items() if weight > 0 and name not in IGNORE_TEXT]
+    functions = {name: weight for name, weight in weights(config.rollout.reward).items() if not name.startswith(JUDGE)}
+    names = [name for name, weight in functions.items() if weight > 0 and name not in IGNORE_TEXT]
     if not names or FOR_CLUSTER in os.environ:  # whose nodes may have packages of a reward that are not here
         return []
-    sets = {"data.train": data.train, "data.eval": data.held_out}
-    sets |= {f"data.eval.{name}": examples for name, examples in data.eval_sets.items()}
-    limits = {f"data.eval.{name}": each.max_new_tokens for name, each in config.data.eval_sets.items()}
-    inputs = {
-        key: [reward_input(each, data.prompts, own.stop, limits.get(key) or own.max_new_tokens) for each in examples[:most]]
-        for key, examples in sets.items()
-        if examples
-    }
+    inputs = own_inputs(config, data, most)
     try:
-        scored = asyncio.run(_score(config, list(inputs.values())))
+        scored = asyncio.run(_score(config.rollout.model_copy(update={"reward": functions}), list(inputs.values())))
     except RewardError as error:
         text = str(error)
         raise ConfigError(text if text.startswith("rollout.reward") else f"rollout.reward: {text}") from error
@@ -104,6 +98,26 @@ def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) ->
         for (key, given), found in zip(inputs.items(), scored, strict=True)
         for name in names
     ]
+
+
+def try_judges(config: Config, data: RunData, most: int = MAX_ANSWERS) -> list[str]:
+    """Ask each judge's endpoint about an answer of the data; lines for the user. ConfigError as checks/judges.py raises it."""
+    if FOR_CLUSTER in os.environ:
+        return []
+    return ask_judges(config, [given for of_set in own_inputs(config, data, most).values() for given in of_set])
+
+
+def own_inputs(config: Config, data: RunData, most: int) -> dict[str, list[RewardInput]]:
+    """Of up to `most` answers of each data set, by key."""
+    own = config.rollout
+    sets = {**data.by_source, "data.eval": data.held_out}
+    sets |= {f"data.eval.{name}": examples for name, examples in data.eval_sets.items()}
+    limits = {f"data.eval.{name}": each.max_new_tokens for name, each in config.data.eval_sets.items()}
+    return {
+        key: [reward_input(each, data.prompts, own.stop, limits.get(key) or own.max_new_tokens) for each in examples[:most]]
+        for key, examples in sets.items()
+        if examples
+    }
 
 
 def reward_input(example: Example, prompts: Prompts, stop: Sequence[str], max_tokens: int) -> RewardInput:
@@ -120,11 +134,11 @@ def as_sampled(prompts: Prompts, ids: IntArray, stop: Sequence[str]) -> IntArray
     return next(ids[:end] for end in range(1, len(ids) + 1) if any(text in prompts.text(ids[:end]) for text in stop))
 
 
-async def _score(config: Config, sets: Sequence[Sequence[RewardInput]]) -> list[list[Scored | None]]:
+async def _score(rollout: RolloutConfig, sets: Sequence[Sequence[RewardInput]]) -> list[list[Scored | None]]:
     """RewardError as the pool raises it. A reward that takes a list gets a group of the same response."""
-    rollout = config.rollout.model_copy(update={"reward_processes": min(config.rollout.reward_processes, MAX_PROCESSES)})
+    rollout = rollout.model_copy(update={"reward_processes": min(rollout.reward_processes, MAX_PROCESSES)})
     with RewardPool(rollout) as pool:
-        size = config.rollout.group_size if pool.takes_groups else 1
+        size = rollout.group_size if pool.takes_groups else 1
         tasks = [[asyncio.ensure_future(pool.score_group([given] * size)) for given in inputs] for inputs in sets]
         every = [task for of_set in tasks for task in of_set]
         await asyncio.wait(every, timeout=SECONDS, return_when=asyncio.FIRST_EXCEPTION)

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megasync.checks.own_answers import reward_input, score_own_answers
+from megasync.checks.own_answers import reward_input, score_own_answers, try_judges
 from megasync.config.schema import Config
 from megasync.data.data import Example
 from megasync.data.load import RunData
@@ -33,6 +33,7 @@ def preview(config: Config, data: RunData) -> str:
     lines.append(f"a response ends with {_ends(config, prompts)}")
     if not is_sft:
         lines += [line for scores in score_own_answers(config, data) for line in scores.lines()]
+        lines += try_judges(config, data)
     return "\n".join(lines)
 
 

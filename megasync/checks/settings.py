@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.config import BIASED_ROUTERS, AlgorithmConfig
+from bridge.generation import MAX_SUPPORT
+from engine.config import BIASED_ROUTERS, GROUPED, AlgorithmConfig
 from engine.wrap import ddp_fields
 from megasync.checks.exact import deterministic_errors, exact_errors
 from megasync.checks.sizes import cache_errors, engine_errors, length_errors, placement_errors, rank_errors, served_errors
+from megasync.checks.teacher import teacher_errors
 from megasync.checks.unused import unused_errors
 from megasync.config.errors import ConfigError, nearest_name, refuse, shown_value, wrong
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.models.model_shape import ModelShape
 
+KL_IN_REWARD = "algorithm.kl_in=reward"
 ROUTER_KEYS = ("load_balancing", "router_replay", "log_router_gap")
 
 
@@ -27,6 +30,7 @@ def check_settings(config: Config, num_ranks: int) -> None:
     """ConfigError for all keys that do not go with the others, or with so many trainer ranks."""
     parts = (_override_errors, _algorithm_errors, _objective_errors, _schedule_errors, unused_errors, deterministic_errors)
     found = [*rank_errors(config, num_ranks), *(error for part in parts for error in part(config)), *_resume_errors(config)]
+    found += teacher_errors(config)
     if not config.model.path:
         found.append(ConfigError("model.path is not set", remedy="set model.path to a Hugging Face folder"))
     refuse(found)
@@ -69,10 +73,17 @@ def _algorithm_errors(config: Config) -> Iterator[ConfigError]:
         factors = f"data.batch_size x rollout.group_size = {num_samples}" if is_grpo else f"data.batch_size = {size}"
         remedy = f"write algorithm.num_minibatches={num_samples} or less"
         yield wrong(config, "algorithm.num_minibatches", "more than the samples of a step", samples=factors, remedy=remedy)
-    if is_grpo and rollout.group_size == 1:
+    is_grouped = config.algorithm.advantage in (*GROUPED, "gdpo")
+    if is_grpo and rollout.group_size == 1 and is_grouped and not config.teacher.is_set:
         problem, remedy = "GRPO trains nothing: the advantage of a single sample is 0", "write for example rollout.group_size=8"
         yield wrong(config, "rollout.group_size", problem, allowed="at least 2", remedy=remedy)
     is_measured = not is_grpo and config.data.eval and rollout.evaluate_every_steps
+    if is_grpo and rollout.oversample > 1 and (rollout.max_staleness or rollout.episode):
+        key = "max_staleness" if rollout.max_staleness else "episode"
+        needs = "rollout.max_staleness=0, and no rollout.episode"
+        given = f"rollout.{key} = {shown_value(getattr(rollout, key))}"
+        problem = f"{given}: prompts are aborted in synchronous runs of responses alone"
+        yield wrong(config, "rollout.oversample", problem, needs=needs, remedy="write rollout.oversample=1, or what it needs")
     if config.run.stop_at_accuracy and not is_measured:
         needs = "algorithm.name=sft, data.eval, rollout.evaluate_every_steps above 0"
         lines = {"needs": needs, "remedy": "set what it needs, or write run.stop_at_accuracy=0"}
@@ -88,15 +99,39 @@ def _objective_errors(config: Config) -> Iterator[ConfigError]:
             problem = "supervised steps have no rollout.max_new_tokens to divide by"
             yield wrong(config, "algorithm.loss_aggregation", problem, **lines)
         return
+    yield from _advantage_errors(config)
+    if algorithm.kl_coefficient and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        problem = "the gradient of k1 is 0 on average, so that in the loss it does not hold the policy near the start model"
+        yield wrong(config, "algorithm.kl_estimator", problem, choices="k2, k3", remedy=f"write k2 or k3, or {KL_IN_REWARD}")
     if algorithm.importance_correction == "mask" and algorithm.importance_cap < 1:
         problem = "algorithm.importance_correction = mask would mask tokens of the current policy, whose ratio is 1"
         remedy = "write for example algorithm.importance_cap=2"
         yield wrong(config, "algorithm.importance_cap", problem, allowed="at least 1", remedy=remedy)
+    if algorithm.support_replay and not 1 <= config.rollout.top_k <= MAX_SUPPORT:
+        remedy = "write for example rollout.top_k=64, or algorithm.support_replay=false"
+        problem = "algorithm.support_replay needs a limit to the tokens that the sampler keeps"
+        yield wrong(config, "rollout.top_k", problem, allowed=f"1 to {MAX_SUPPORT}", remedy=remedy)
     if algorithm.truncated == "penalise" and not 0 < algorithm.overlong_buffer < most:
         allowed = f"at least 1 and below rollout.max_new_tokens = {most}"
         remedy = f"write for example algorithm.overlong_buffer={max(1, most // 5)}"
         problem = "algorithm.truncated = penalise needs a span of lengths"
         yield wrong(config, "algorithm.overlong_buffer", problem, allowed=allowed, remedy=remedy)
+
+
+def _advantage_errors(config: Config) -> Iterator[ConfigError]:
+    algorithm, rollout, key = config.algorithm, config.rollout, "algorithm.advantage"
+    remedy = "write algorithm.advantage=group"
+    if algorithm.advantage in ("remax", "gdpo") and rollout.episode:
+        problem = "have no greedy response" if algorithm.advantage == "remax" else "may return one reward alone"
+        yield wrong(config, key, f"rollout.episode is set, and episodes {problem}", remedy=remedy)
+    if algorithm.advantage == "gdpo" and (isinstance(rollout.reward, str) or len(rollout.reward) < 2):
+        yield wrong(config, key, "rollout.reward names one reward alone", needs="two rewards or more", remedy=remedy)
+    if algorithm.advantage == "gdpo" and (algorithm.truncated == "penalise" or algorithm.penalises_kl):
+        penalty = "algorithm.kl_in = reward" if algorithm.penalises_kl else "algorithm.truncated = penalise"
+        yield wrong(config, key, f"{penalty} changes the sum of rewards, which is not used", remedy=remedy)
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k > rollout.group_size:
+        problem = f"more than rollout.group_size = {rollout.group_size}"
+        yield wrong(config, "algorithm.pass_k", problem, remedy=f"write algorithm.pass_k={max(2, rollout.group_size // 2)}")
 
 
 def _schedule_errors(config: Config) -> Iterator[ConfigError]:

@@ -56,11 +56,11 @@ def _eval_form(value: object) -> str:
     return "*sets" if isinstance(value, Mapping) else "*path"
 
 
-class EvalSet(Section):
-    """One of several evaluation sets. Its metrics are eval/NAME/avg@K, the mean reward, and eval/NAME/pass@K."""
+class DataFile(Section):
+    """One of several files or folders."""
 
     path: FilePath = ""
-    """The set's file or folder, as in data.train."""
+    """The file or folder, as in data.train."""
     split: str = ""
     """Split to read, if the folder has several."""
     prompt_key: str = ""
@@ -69,6 +69,20 @@ class EvalSet(Section):
     """Column of answers; empty: data.answer_key."""
     limit: PositiveInt | None = None
     """Use only the first so many examples; null: all."""
+
+
+class TrainSource(DataFile):
+    """One of several sources of training data, whose prompts take turns by weight. Its metrics are source/NAME/reward and
+    source/NAME/prompts.
+    """
+
+    weight: PositiveFloat = 1.0
+    """The source's share of the prompts is this over the sum of all weights; a smaller source is repeated more often."""
+
+
+class EvalSet(DataFile):
+    """One of several evaluation sets. Its metrics are eval/NAME/avg@K, the mean reward, and eval/NAME/pass@K."""
+
     samples: PositiveInt = 1
     """Responses per prompt: the largest K of avg@K and pass@K."""
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
@@ -85,6 +99,17 @@ class EvalSet(Section):
     """Smallest reward that counts as passed in pass@K."""
 
 
+def _source_names(value: dict[str, TrainSource]) -> dict[str, TrainSource]:
+    for name in value:
+        if not EVAL_NAME.fullmatch(name):
+            lines = {"name": name, "choices": "names of letters, digits, - and _", "example": "'{math: {path: math.jsonl}}'"}
+            raise PydanticCustomError("eval_name", "the source name {name} is not usable in names of metrics", lines)
+    if not value:
+        raise PydanticCustomError("no_sources", "there is no source", {"choices": "", "example": "'{math: {path: math.jsonl}}'"})
+    return value
+
+
+TrainSources = Annotated[dict[str, TrainSource], BeforeValidator(_eval_names), AfterValidator(_source_names)]
 EvalSets = Annotated[dict[str, EvalSet], BeforeValidator(_eval_names), AfterValidator(_eval_sets)]
 
 
@@ -93,8 +118,16 @@ class DataConfig(Section):
     datasets.save_to_disk wrote.
     """
 
-    train: FilePath = ""
-    """File or folder to train on."""
+    train: Annotated[
+        Annotated[FilePath, Tag("*path")] | Annotated[TrainSources, Tag("*sets")], Discriminator(_eval_form)
+    ] = ""
+    """File or folder to train on. Or several sources by name, such as {math: {path: math.jsonl, weight: 2}, code: {path:
+    code.jsonl}}."""
+    sampler: str = ""
+    """Which prompts come next: empty, all in turn (shuffle); difficulty, all but those whose rewards were all equal at their last
+    visits, for a while; or package.module:Class of your own."""
+    sampler_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the sampler; of difficulty {visits: 2, rest_steps: 20}."""
     split: str = ""
     """Split of data.train to read, such as train, if the folder has several."""
     eval: Annotated[Annotated[FilePath, Tag("*path")] | Annotated[EvalSets, Tag("*sets")], Discriminator(_eval_form)] = ""
@@ -118,6 +151,11 @@ class DataConfig(Section):
     """With chat_template: system turn for prompts that have none."""
 
     @property
+    def train_sources(self) -> dict[str, TrainSource]:
+        """Sources of training data by name; empty if `train` is a path."""
+        return {} if isinstance(self.train, str) else self.train
+
+    @property
     def eval_sets(self) -> dict[str, EvalSet]:
         """Evaluation sets by name; empty if `eval` is a path."""
         return {} if isinstance(self.eval, str) else self.eval
@@ -127,4 +165,6 @@ class DataConfig(Section):
         """All paths that are set, by full key."""
         sets = {f"data.eval.{name}.path": each.path for name, each in self.eval_sets.items()}
         held_out = {"data.eval": self.eval} if isinstance(self.eval, str) else sets
-        return {key: path for key, path in {"data.train": self.train, **held_out}.items() if path}
+        sources = {f"data.train.{name}.path": each.path for name, each in self.train_sources.items()}
+        trained = {"data.train": self.train} if isinstance(self.train, str) else sources
+        return {key: path for key, path in {**trained, **held_out}.items() if path}

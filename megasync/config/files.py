@@ -28,6 +28,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 STOP_FILE = "stop"
 EPISODES = "episodes"  # the folder of records
+TEACHER = "teacher"  # models that were rebuilt from the version log to be teachers
 
 
 def lock(run_folder: Path) -> int | None:
@@ -147,6 +148,11 @@ def is_asked_to_stop(run_folder: Path) -> bool:
 def forget_stop(run_folder: Path) -> None:
     """Deletes the file `stop`, at the start of a run (launch/stop_request.py) and at its end."""
     (run_folder / STOP_FILE).unlink(missing_ok=True)
+
+
+def teacher_folder(run_folder: Path, version: int) -> Path:
+    """The model of one of the run's versions, where it is the teacher."""
+    return run_folder / TEACHER / f"version_{version:08d}"
 
 
 def archive_folder(run_folder: Path) -> Path | None:

@@ -77,12 +77,12 @@ def kind_of(field: FieldInfo) -> type:
 
 
 def item_of(field: FieldInfo) -> type:
-    """The type of a list's items: int or str."""
+    """The type of a list's items: int, float or str."""
     kinds: list[Any] = [field.annotation]
     while kinds:
         kind = kinds.pop()
-        if kind is int:
-            return int
+        if kind in (int, float):
+            return kind  # type: ignore[no-any-return]
         kinds += [] if get_origin(kind) is Literal else get_args(kind)
     return str
 

@@ -29,11 +29,15 @@ from megasync.config.keys import ANY_NAME, all_keys, below, bounds, choices, ite
 from megasync.config.schema import Config
 
 COMMAND_LINE = "the command line"
-NAMED = {("data", "eval"), ("rollout", "reward")}  # mappings whose keys are names that the user chooses
+# mappings whose keys are names that the user chooses
+NAMED = {("data", "eval"), ("data", "train"), ("rollout", "reward"), ("judges",)}
 EMPTY: dict[tuple[str, ...], Any] = {  # meaning of null
     ("data", "eval"): "",
+    ("data", "train"): "",
+    ("data", "sampler_arguments"): {},
     ("data", "chat_template_arguments"): {},
     ("engine", "overrides"): {},
+    ("judges",): {},
     ("rollout", "engine_arguments"): {},
 }
 Root = TypeVar("Root", bound=Config, default=Config)
@@ -46,7 +50,7 @@ KINDS = {
     dict: "a mapping of names to values",
     list: "a list",
 }
-ITEMS = {int: "whole numbers", str: "texts"}
+ITEMS = {int: "whole numbers", float: "numbers", str: "texts"}
 EXAMPLES = {bool: "true", int: "8", float: "0.5", str: "some-text"}
 OTHER_NAMES = {
     "bf16": "bfloat16",

@@ -10,11 +10,14 @@ conversion of values (megasync/tools/import_config).
 
 from __future__ import annotations
 
+from engine.config import PRESETS
+
 SAME = {  # key: its names in verl, TRL and slime, and common abbreviations
     "algorithm.baseline": "rloo_baseline",
     "algorithm.clip_high": "clip_ratio_high eps_clip_high epsilon_high",
     "algorithm.clip_low": "clip_ratio clip_ratio_low eps_clip epsilon epsilon_low",
     "algorithm.dual_clip": "clip_ratio_c delta eps_clip_c",
+    "algorithm.entropy_coefficient": "entropy_coef entropy_coeff",
     "algorithm.filter_factor": "filter_groups.max_num_gen_batches",
     "algorithm.filter_groups": "dynamic_sampling dynamic_sampling_filter_path filter_groups.enable",
     "algorithm.importance_cap": "rollout_is_threshold tis_clip tis_imp_ratio_cap vllm_importance_sampling_cap "
@@ -22,6 +25,7 @@ SAME = {  # key: its names in verl, TRL and slime, and common abbreviations
     "algorithm.importance_correction": "rollout_is use_tis vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "algorithm.importance_floor": "vllm_importance_sampling_clip_min",
     "algorithm.kl_coefficient": "beta kl_coef kl_loss_coef use_kl_loss",
+    "algorithm.kl_estimator": "kl_loss_type",
     "algorithm.load_balancing": "moe_aux_loss_coeff router_aux_loss_coef",
     "algorithm.loss_aggregation": "calculate_per_token_loss loss_agg_mode loss_type",
     "algorithm.name": "adv_estimator advantage_estimator",
@@ -31,6 +35,8 @@ SAME = {  # key: its names in verl, TRL and slime, and common abbreviations
     "algorithm.overlong_buffer": "overlong_buffer_cfg.len overlong_buffer_len",
     "algorithm.ratio_level": "importance_sampling_level loss_mode",
     "algorithm.router_replay": "enable_rollout_routing_replay router_replay.mode use_rollout_routing_replay use_routing_replay",
+    "algorithm.sapo_temperature_negative": "sapo_temperature_neg tau_neg",
+    "algorithm.sapo_temperature_positive": "sapo_temperature_pos tau_pos",
     "algorithm.truncated": "mask_truncated_completions overlong_buffer_cfg.enable overlong_filtering",
     "checkpoint.asynchronous": "async_save",
     "checkpoint.every_steps": "save_freq save_interval save_steps",
@@ -127,11 +133,12 @@ INSTEAD = {  # names without a key here: advice
         "there is no critic: advantages are computed within a group of samples"
     ),
     "reward_model. reward_manager. reward_manager": (
-        "a reward is a function, rollout.reward=package.module:function, which may itself call a model"
+        "a reward is a function, rollout.reward=package.module:function, or a model of `judges`, rollout.reward=judge:NAME"
     ),
     "reward_fn_key": 'a reward reads the column itself: extra["data_source"] of its RewardInput',
-    "kl_ctrl. use_kl_in_reward kl_penalty": ("rewards have no KL term; algorithm.kl_coefficient adds one to the loss"),
-    "kl_loss_type": "the KL in the loss is always the k3 estimate (low_var_kl in verl)",
+    "kl_ctrl. use_kl_in_reward kl_penalty": (
+        "algorithm.kl_in=reward takes algorithm.kl_coefficient x the KL, by algorithm.kl_estimator, from rewards"
+    ),
     "ref.": "the reference model is sharded and packed as the policy is, and has no keys of its own",
     "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_update_interval": (
         "the reference is always the initial model; to change it, start another run with model.path=FOLDER of an export"
@@ -149,8 +156,9 @@ INSTEAD = {  # names without a key here: advice
     "deepspeed zero fsdp_size fsdp_config ds3_gather_for_generation": (
         "engine.wrap=megatron_fsdp shards weights and optimizer state"
     ),
-    "entropy_coef entropy_coeff use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
-    "top_entropy_quantile": "the loss has no entropy term; a higher algorithm.clip_high keeps entropy up",
+    "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target top_entropy_quantile": (
+        "the entropy term has a constant factor, algorithm.entropy_coefficient"
+    ),
     "epochs num_epoch num_train_epochs total_epochs": "set the number of steps: run.steps = epochs x examples / data.batch_size",
     "global_batch_size gradient_accumulation_steps": (
         "a step's data.batch_size x rollout.group_size samples are packed into micro-batches of engine.tokens_per_microbatch; "
@@ -198,14 +206,16 @@ INSTEAD = {  # names without a key here: advice
 VALUES = {  # (key, value of another project): advice, for values that are not misspelt choices
     **{
         ("algorithm.name", name): f"write algorithm.preset={name.replace('-', '_')}"
-        for name in ("dapo", "dr_grpo", "gspo", "rloo")
+        for name in PRESETS
+        if name != "grpo"
     },
     ("algorithm.name", "ppo"): "there is no critic; algorithm.name=grpo clips ratios as PPO does",
     ("algorithm.name", "gae"): "there is no critic; algorithm.name=grpo computes advantages within a group of samples",
     **{
         ("algorithm.name", name): "this loss is not implemented; docs/how_a_step_works.md lists the available ones"
-        for name in ("cispo", "gmpo", "sapo", "dpo", "reinforce", "reinforce_plus_plus", "remax", "opo", "gpg")
+        for name in ("dpo", "reinforce", "opo", "gpg")
     },
+    ("algorithm.name", "remax"): "write algorithm.advantage=remax",
 }
 KEYS = {name: key for key, names in SAME.items() for name in names.split()}
 ADVICE = {name: text for names, text in INSTEAD.items() for name in names.split()}

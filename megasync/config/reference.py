@@ -41,10 +41,14 @@ def _sections(path: str, schema: dict[str, Any], known: dict[str, Any]) -> Itera
             inner = f"{path}.{name}" if path else name
             yield inner, section
             yield from _sections(inner, section, known)
+        for each in (field, *field.get("anyOf", ()), *field.get("oneOf", ())):
+            if (named := _section_of(each.get("additionalProperties") or {}, known)) is not None:
+                yield f"{path}.{name}.NAME".removeprefix("."), named
 
 
-def _section_of(field: dict[str, Any], known: dict[str, Any]) -> dict[str, Any] | None:
-    return known.get(str(field.get("$ref", "")).rpartition("/")[2])
+def _section_of(field: Any, known: dict[str, Any]) -> dict[str, Any] | None:
+    reference = field.get("$ref", "") if isinstance(field, dict) else ""
+    return known.get(str(reference).rpartition("/")[2])
 
 
 def _values(field: dict[str, Any], known: dict[str, Any]) -> str:
@@ -56,7 +60,8 @@ def _values(field: dict[str, Any], known: dict[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_values(each, known) for each in field["anyOf"]))
     if field.get("type") == "array":
-        return f"list of {_values(field.get('items', {}), known)}"
+        item = field.get("items") or field.get("prefixItems", [{}])[0]
+        return f"list of {_values(item, known)}"
     words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     bounds = [f"{word} {field[key]}" for key, word in words.items() if key in field]
     kind = {"object": "mapping", "string": "text", "null": "`null`"}.get(field.get("type", ""), field.get("type", "any"))

@@ -14,9 +14,23 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, OnUpdate, SyncConfig
-from engine.config import OFFLOAD_KINDS, AlgorithmConfig, EngineConfig, FilePath, ModelConfig, OffloadKind, OneOrMore, Section
+from engine.config import (
+    OFFLOAD_KINDS,
+    AlgorithmConfig,
+    EngineConfig,
+    FilePath,
+    ModelConfig,
+    OffloadKind,
+    OneOrMore,
+    Section,
+    named_or_own,
+)
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE, DataConfig, MinP, Share
+from megasync.config.judge_section import JudgeConfig, JudgeConfigs
+from megasync.config.service_section import ServiceConfig
+from megasync.config.teacher_section import TeacherConfig
 
+LOGGERS = ("tensorboard", "wandb", "trackio")
 RAY_ADDRESS = re.compile(r"local|auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
 
@@ -40,7 +54,7 @@ def _reward(value: object) -> object:
     elif not any(value.values()):
         problem = "all weights are 0, so that there is nothing to learn"
     if problem:
-        choices = "exact_match, math_verify, reasoning_gym, token_count, package.module:function, {NAME: WEIGHT, ...}"
+        choices = "exact_match, math_verify, reasoning_gym, token_count, judge:NAME, package.module:function, {NAME: WEIGHT, ...}"
         example = "'{exact_match: 1.0, my_package.my_module:my_reward: 0.2}'"
         raise PydanticCustomError("reward", "{problem}", {"problem": problem, "choices": choices, "example": example})
     return value
@@ -79,11 +93,13 @@ class RunConfig(Section):
     """sft: stop once the held-out accuracy reaches this value; 0: run all steps."""
     hung_rank_timeout_seconds: Annotated[float, Field(ge=5)] = 300.0
     """The run ends if a trainer rank sends no heartbeat for this many seconds, because it hangs or its machine is lost."""
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore[0], AfterValidator(_each_once)] = (
-        "tensorboard",
-    )
-    """Loggers that receive config, metrics and samples in addition to the run's own files; []: none. wandb runs offline if it
-    finds no API key."""
+    loggers: Annotated[
+        tuple[Annotated[str, named_or_own(LOGGERS, "Class")], ...], OneOrMore[0], AfterValidator(_each_once)
+    ] = ("tensorboard",)
+    """Loggers that receive config, metrics and samples in addition to the run's own files: tensorboard, wandb, trackio, or your
+    own package.module:Class (docs/your_own.md); []: none. wandb runs offline if it finds no API key."""
+    callbacks: Annotated[tuple[Annotated[str, named_or_own(())], ...], OneOrMore[0], AfterValidator(_each_once)] = ()
+    """Your own package.module:function each, which rank 0 calls after a step with its metrics (docs/your_own.md)."""
     export_hf: bool = False
     """Write the final weights as a Hugging Face folder, `hf` in the run's folder."""
     trainer_nodes: NonNegativeInt = 0
@@ -126,6 +142,9 @@ class RolloutConfig(Section):
     """Time limit for the start of a replica. A slower start is killed; a slow restart is tried again."""
     restart_timeout_seconds: PositiveFloat = 600.0
     """How long the run waits for replicas to restart before it stops."""
+    oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
+    """max_staleness=0: begin this many times the prompts of a batch, train on those that are done first, and abort the others,
+    with which the next step begins, and for which it waits. Prompts with long responses then come a step later than others."""
     group_size: PositiveInt = 8
     """Samples per prompt."""
     max_new_tokens: PositiveInt = 1024
@@ -155,8 +174,11 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """true: no CUDA graphs and no compiled kernels, for a faster start and slower generation. Always true on CPUs."""
     reward: Annotated[str | dict[str, float], BeforeValidator(_reward)] = "exact_match"
-    """exact_match, math_verify, reasoning_gym, token_count, or your own package.module:function; a mapping {NAME: WEIGHT} for a
-    weighted sum of several."""
+    """exact_match, math_verify, reasoning_gym, token_count, judge:NAME with a name of `judges`, or your own
+    package.module:function; a mapping {NAME: WEIGHT} for a weighted sum of several."""
+    filter: Annotated[str, named_or_own(("",))] = ""
+    """Your own package.module:function, which decides which groups are trained; others are replaced, as algorithm.filter_groups
+    does (docs/your_own.md)."""
     reward_processes: PositiveInt = 4
     """Maximum number of processes for plain reward functions, and as many again for async ones."""
     reward_timeout_seconds: PositiveFloat = 60.0
@@ -235,8 +257,18 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: TeacherConfig = TeacherConfig()
     data: DataConfig = DataConfig()
+    judges: JudgeConfigs = Field(default_factory=dict)
     checkpoint: CheckpointConfig = CheckpointConfig()
+    service: ServiceConfig = ServiceConfig()
+
+    @property
+    def pooled_judges(self) -> dict[str, JudgeConfig]:
+        """Judges of `rollout.reward` that replicas of their own serve, by name."""
+        reward = self.rollout.reward
+        named = {reward} if isinstance(reward, str) else reward.keys()
+        return {name: judge for name, judge in self.judges.items() if judge.path and f"judge:{name}" in named}
 
     @property
     def keeps_versions(self) -> bool:
@@ -246,5 +278,7 @@ class Config(Section):
     @property
     def input_paths(self) -> dict[str, str]:
         """Paths that a run reads, by full key; keys without a path are left out."""
-        inputs = {"model.path": self.model.path, "engine.lora.adapter_path": self.engine.lora.adapter_path, **self.data.paths}
+        model, lora = self.model.path, self.engine.lora.adapter_path
+        inputs = {"model.path": model, "engine.lora.adapter_path": lora, **self.teacher.paths, **self.data.paths}
+        inputs |= {f"judges.{name}.path": judge.path for name, judge in self.judges.items()}
         return {key: path for key, path in inputs.items() if path}

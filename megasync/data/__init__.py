@@ -5,6 +5,7 @@ columns.py        decodes a table's columns by its schema
 tables.py         rows of JSONL, JSON, CSV, Parquet and Arrow files
 conversations.py  messages, tools and template variables of a row
 data.py           examples, and the order of prompts
+sampler.py        samplers of prompts, and their state
 tokenizer.py      the tokenizer of a model's folder
 encoding.py       encodes texts of prompts and answers as token ids
 template.py       the model's chat template

@@ -10,7 +10,9 @@ torch in here.
 
 from __future__ import annotations
 
+import heapq
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -51,6 +53,7 @@ class Example:
     completion: tuple[Message, ...] = field(default=(), hash=False)  # a conversation from its first assistant turn on
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)  # for the chat template, in OpenAI's form
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)  # variables of this row for the chat template
+    source: str = ""  # the name of its source in data.train, where there are several
     in_shard: str = field(default="", compare=False)  # line or row and file, if the split has several files
 
     @property
@@ -164,7 +167,7 @@ def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bo
         completion,
         tuple(tools_of(TOOLS, row.get(TOOLS)) or ()),
         dict(tools_of(ARGUMENTS, row.get(ARGUMENTS)) or {}),
-        f"{'line' if kind == ':' else 'row'} {line} of {Path(file).name}" if has_shards else "",
+        in_shard=f"{'line' if kind == ':' else 'row'} {line} of {Path(file).name}" if has_shards else "",
     )
 
 
@@ -216,19 +219,49 @@ class PromptOrder:
 
     Place p is in epoch p // num_examples. Each epoch is a permutation of all examples, so that every example occurs once per
     epoch; a batch may span two epochs. Without `shuffle` every epoch is in file order.
+
+    With `sources`, the number of examples and the weight of each, these lie one after the other; each has epochs of its own, and
+    they take turns (`turn`), so that of the first p prompts each has its share to within one or, of many sources, a few.
     """
 
     num_examples: int
     seed: int = 0
     shuffle: bool = True
+    sources: tuple[tuple[int, float], ...] = ()
 
     def index(self, ordinal: int) -> int:
         """Index of the example at place `ordinal`, counted from 0 over all steps."""
+        if self.sources:
+            source, place = turn(tuple(weight for _, weight in self.sources), ordinal)
+            first = sum(number for number, _ in self.sources[:source])
+            return first + PromptOrder(self.sources[source][0], self.seed + source, self.shuffle).index(place)
         epoch, place = divmod(ordinal, self.num_examples)
         return int(epoch_order(self.num_examples, self.seed, epoch)[place]) if self.shuffle else place
 
 
-@lru_cache(maxsize=2)
+def turn(weights: tuple[float, ...], ordinal: int) -> tuple[int, int]:
+    """Whose turn it is at place `ordinal`, and how many it had before.
+
+    The turn j of a source with weight w comes at time (j + 1/2) / w; at equal times the first source is first.
+    """
+    sources, turns, due = _turns(weights)
+    while len(sources) <= ordinal:
+        _, source, place = heapq.heappop(due)
+        sources.append(source)
+        turns.append(place)
+        heapq.heappush(due, ((place + 1.5) / weights[source], source, place + 1))
+    return sources[ordinal], turns[ordinal]
+
+
+@lru_cache(maxsize=8)
+def _turns(weights: tuple[float, ...]) -> tuple[array[int], array[int], list[tuple[float, int, int]]]:
+    """Sources and their turns by ordinal, as far as they were asked for; the next turn of each source, a heap."""
+    due = [(0.5 / weight, source, 0) for source, weight in enumerate(weights)]
+    heapq.heapify(due)
+    return array("H"), array("Q"), due
+
+
+@lru_cache(maxsize=16)
 def epoch_order(num_examples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation of range(num_examples), the same on every machine and with every NumPy.
 

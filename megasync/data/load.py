@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megasync.config.data_section import DataConfig, EvalSet
+from megasync.config.data_section import DataConfig, DataFile, EvalSet
 from megasync.config.errors import ConfigError, refuse_if, some
 from megasync.config.schema import Config
 from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
@@ -35,9 +35,19 @@ class RunData:
     eval_sets: dict[str, list[Example]] = field(default_factory=dict)  # of data.eval by name, if it is sets
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key: number of examples that fit, and of all
 
+    @property
+    def by_source(self) -> dict[str, list[Example]]:
+        """The examples of `train` by key: data.train, or data.train.NAME of each source."""
+        found: dict[str, list[Example]] = {}
+        for example in self.train:
+            found.setdefault(f"data.train.{example.source}" if example.source else "data.train", []).append(example)
+        return found or {"data.train": []}
+
     def order(self, config: Config) -> PromptOrder:
         """The order of `train` in training."""
-        return PromptOrder(len(self.train), config.run.seed, config.data.shuffle)
+        weights = {f"data.train.{name}": each.weight for name, each in config.data.train_sources.items()}
+        sources = tuple((self.counts[key][0], weight) for key, weight in weights.items())
+        return PromptOrder(len(self.train), config.run.seed, config.data.shuffle, sources)
 
 
 def load_data(config: Config, *, trains: bool = True) -> RunData:
@@ -53,9 +63,10 @@ def load_data(config: Config, *, trains: bool = True) -> RunData:
     fitting = {key: _fitting(config, key, examples, prompts, notes) for key, examples in read.items()}
     counts = {key: (len(fitting[key]), len(examples)) for key, examples in read.items()}
     sets = {name: fitting[f"data.eval.{name}"] for name in config.data.eval_sets}
-    if prompts.template and config.algorithm.name == "sft" and any(each.answer for each in fitting.get("data.train", ())):
+    train = [example for key, examples in fitting.items() if is_trained(key) for example in examples]
+    if prompts.template and config.algorithm.name == "sft" and any(each.answer for each in train):
         notes += prompts.template.supervised_notes()
-    return RunData(prompts, fitting.get("data.train", []), fitting.get("data.eval", []), [*prompts.notes, *notes], sets, counts)
+    return RunData(prompts, train, fitting.get("data.eval", []), [*prompts.notes, *notes], sets, counts)
 
 
 def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: None) -> dict[str, list[Example]]:
@@ -69,15 +80,18 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         raise ConfigError("data.train is not set", remedy="set data.train to a JSONL file")
     examples: dict[str, list[Example]] = {}
     for key, source in _sources(config).items():
-        if key == "data.train" and not trains:
+        if is_trained(key) and not trains:
             continue
         columns, notes = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key), list[str]()
-        section = key if key.startswith("data.eval.") else "data"
+        section = key if key.count(".") > 1 else "data"
         split_key = key if key == "data.eval" else f"{section}.split"
         try:
             where = {"split": source.split, "section": section, "split_key": split_key}
             loaded = load_examples(source.path, *columns, **where, is_supervised=is_supervised, note=notes.append)
             examples[key] = loaded[: source.limit]
+            if key.startswith("data.train."):
+                name = key.removeprefix("data.train.")
+                examples[key] = [replace(example, source=name) for example in examples[key]]
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         check_turns(f"{key}: {source.path}", examples[key], data)
@@ -124,22 +138,30 @@ def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
     refuse_if(is_empty and (is_sft or by_answers), message, answer_key=answer_key, remedy=remedy)
 
 
-def _sources(config: Config) -> dict[str, EvalSet]:
+def is_trained(key: str) -> bool:
+    """Whether the key is data.train or a source of it."""
+    return key == "data.train" or key.startswith("data.train.")
+
+
+def _sources(config: Config) -> dict[str, DataFile]:
     """Training and evaluation sets by full key; none for an empty data.eval."""
     data = config.data
-    sources = {"data.train": EvalSet(path=data.train, split=data.split)}
+    sources: dict[str, DataFile] = {f"data.train.{name}": each for name, each in data.train_sources.items()}
+    if isinstance(data.train, str):
+        sources = {"data.train": DataFile(path=data.train, split=data.split)}
     if isinstance(data.eval, str):
-        return sources | ({"data.eval": EvalSet(path=data.eval)} if data.eval else {})
+        return sources | ({"data.eval": DataFile(path=data.eval)} if data.eval else {})
     return sources | {f"data.eval.{name}": each for name, each in data.eval.items()}
 
 
 def _fitting(config: Config, key: str, examples: list[Example], prompts: Prompts, notes: list[str]) -> list[Example]:
-    own_limit = _sources(config)[key].max_new_tokens
+    source = _sources(config)[key]
+    own_limit = source.max_new_tokens if isinstance(source, EvalSet) else None
     is_sft, drops = config.algorithm.name == "sft", config.data.too_long == "drop"
     response = 0 if is_sft else own_limit or config.rollout.max_new_tokens
     response_key = f"{key}.max_new_tokens" if own_limit else "rollout.max_new_tokens"
     of = "prompt and answer" if is_sft else f"prompt and {response_key} = {response}"
-    name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or key == "data.train")
+    name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or is_trained(key))
     try:
         lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
     except ConfigError as error:

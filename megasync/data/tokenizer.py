@@ -40,6 +40,27 @@ def load_tokenizer(folder: Path) -> tuple[Any, list[str]]:
     return tokenizer, [f"model.path: the tokenizer's files ask for {each}; it is switched off" for each in off]
 
 
+def vocabulary_difference(folder: Path, other: Path) -> str:
+    """Where two folders' tokenizers give a token another number, as text; empty where they are the same."""
+    own, theirs = (_vocabulary(each) for each in (folder, other))
+    different = [token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)]
+    if not different:
+        return ""
+    token = min(different, key=lambda each: (min(own.get(each, 2**31), theirs.get(each, 2**31)), each))
+    return f"the token {token!r} is {own.get(token, 'none')} in one and {theirs.get(token, 'none')} in the other"
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """The number of each token of tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder}: the folder holds no tokenizer.json", remedy="save the model's tokenizer into it")
+    fields = read_json_object(folder / "tokenizer.json")
+    vocabulary = fields["model"]["vocab"]
+    if isinstance(vocabulary, list):  # with scores
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{each["content"]: each["id"] for each in fields.get("added_tokens") or ()}}
+
+
 def generation_ends(folder: Path) -> list[int]:
     """The eos_token_id of generation_config.json as a list; empty if there is none. ConfigError for values that are not ids."""
     path = folder / GENERATION

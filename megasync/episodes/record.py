@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge.generation import TOKEN_ARRAYS
+from bridge.generation import TOKEN_ARRAYS, part_of_support
 from megasync.episodes.segments import Branch, Recorder, Turn
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def turns_of(branches: Sequence[Branch], records: Iterable[TurnRecord]) -> list[
     for record in records:
         branch, end = branches[record.branch], record.start + record.length
         ids, log_probs, versions = (getattr(branch, name)[record.start : end] for name in TOKEN_ARRAYS)
-        turn = Turn(ids, log_probs, versions, record.finish_reason, branch.routed_experts[: end - 1])
+        support = part_of_support(branch.support, len(branch.token_ids), slice(record.start, end))
+        turn = Turn(ids, log_probs, versions, record.finish_reason, branch.routed_experts[: end - 1], support)
         found.append((branch.token_ids[: record.start], turn))
     return found
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from bridge.generation import NO_EXPERTS, TOKEN_ARRAYS, Completion
+from bridge.generation import NO_EXPERTS, NO_SUPPORT, TOKEN_ARRAYS, Completion, joined_support
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from engine.sample import ExpertArray, FloatArray, IntArray
 
-BRANCH_ARRAYS = {**TOKEN_ARRAYS, "is_sampled": np.bool_}
+BRANCH_ARRAYS = {**TOKEN_ARRAYS, "is_sampled": np.bool_, "support": np.int32}
 Turn = Completion  # sampled for one request of an episode
 
 
@@ -53,6 +53,7 @@ class Branch:
     finish_reason: str = "stop"  # of the last turn: stop | length
     # [n - 1, layers, experts of a token], each from the turn that first went through the token; empty where a turn had none
     routed_experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    support: IntArray = field(default_factory=lambda: NO_SUPPORT)  # of its n tokens (Completion.support); given ones have none
 
     def __post_init__(self) -> None:
         for name, dtype in BRANCH_ARRAYS.items():
@@ -140,6 +141,9 @@ class _Growing:
             weight_versions=_joined(versions),
             finish_reason=pairs[-1][1].finish_reason,
             routed_experts=np.concatenate(self._experts) if with_experts else NO_EXPERTS,
+            support=joined_support(
+                [part for given, turn in pairs for part in ((len(given), NO_SUPPORT), (len(turn.token_ids), turn.support))]
+            ),
         )
 
 

@@ -21,6 +21,8 @@ class Demand:
     trainer_nodes: int = 0  # run.trainer_nodes
     replicas: int = 0
     tensor_parallel: int = 1
+    teachers: int = 0  # replicas of teachers
+    teacher_parallel: int = 1  # GPUs of each
 
 
 def placement_problem(nodes: Nodes, demand: Demand) -> str:
@@ -40,18 +42,19 @@ def placement_problem(nodes: Nodes, demand: Demand) -> str:
         wanted = f"{demand.num_ranks} trainer ranks of one {kind} each{where}"
         remedy = "start fewer ranks (--num-ranks), another run.trainer_nodes, or add nodes"
         return explain("the cluster has no room for the trainer", wanted=wanted, nodes=there, remedy=remedy)
-    if not has_gpus or not demand.replicas:
-        return ""
     left = {name: int(resources.get("GPU", 0)) - taken[name] for name, resources in nodes.items()}
-    fit = sum(gpus // demand.tensor_parallel for gpus in left.values())
-    if fit >= demand.replicas:
-        return ""
-    beside = ", ".join(f"{name}: {gpus}" for name, gpus in left.items())
-    wanted = f"{demand.replicas} of {demand.tensor_parallel} GPUs, each on one node; there is room for {fit}"
-    remedy = "lower rollout.replicas, rollout.tensor_parallel or --num-ranks, or add nodes"
-    return explain(
-        "the cluster has no room for the replicas", wanted=wanted, GPUs_beside_the_trainer=beside, nodes=there, remedy=remedy
-    )
+    pools = (("rollout", demand.replicas, demand.tensor_parallel), ("teacher", demand.teachers, demand.teacher_parallel))
+    for section, number, width in pools if has_gpus else ():
+        beside, missing = ", ".join(f"{name}: {gpus}" for name, gpus in left.items()), number
+        for name, gpus in left.items():
+            fit = min(missing, gpus // width)
+            left[name], missing = gpus - fit * width, missing - fit
+        if missing:
+            headline = f"the cluster has no room for the replicas{'' if section == 'rollout' else ' of the teachers'}"
+            wanted = f"{number} of {width} GPUs, each on one node; there is room for {number - missing}"
+            remedy = f"lower {section}.replicas, {section}.tensor_parallel or --num-ranks, or add nodes"
+            return explain(headline, wanted=wanted, GPUs_beside_the_others=beside, nodes=there, remedy=remedy)
+    return ""
 
 
 def _take(room: Mapping[str, int], demand: Demand) -> dict[str, int] | None:

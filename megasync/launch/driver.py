@@ -240,6 +240,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trainer-nodes", type=int, default=0, help="run.trainer_nodes")
     parser.add_argument("--replicas", type=int, default=0, help="vLLM replicas that need GPUs of their own")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each of them, on one node")
+    parser.add_argument("--teachers", type=int, default=0, help="vLLM replicas of teachers, on GPUs of their own")
+    parser.add_argument("--teacher-parallel", type=int, default=1, help="GPUs of each of these, on one node")
     parser.add_argument("--submitted", type=float, default=math.inf, help="when, in seconds since the epoch (default: now)")
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
@@ -252,7 +254,8 @@ def main(argv: Sequence[str]) -> int:
         nodes = {
             node["NodeManagerHostname"] + " " + node["NodeID"][:6]: node["Resources"] for node in ray.nodes() if node["Alive"]
         }
-        demand = Demand(options.num_ranks, options.trainer_nodes, options.replicas, options.tensor_parallel)
+        own = options.replicas, options.tensor_parallel, options.teachers, options.teacher_parallel
+        demand = Demand(options.num_ranks, options.trainer_nodes, *own)
         if problem := placement_problem(nodes, demand):
             print(problem, file=sys.stderr)
             return REFUSED

@@ -23,11 +23,25 @@ def num_replica_gpus(config: Config) -> int:
     return config.rollout.replicas * config.rollout.tensor_parallel
 
 
+def num_teacher_gpus(config: Config) -> int:
+    """GPUs that replicas of teachers and judges need, which share none."""
+    judges = config.pooled_judges.values() if config.algorithm.name != "sft" else ()
+    of_judges = sum(judge.replicas * judge.tensor_parallel for judge in judges)
+    return num_teacher_replicas(config) * config.teacher.tensor_parallel + of_judges
+
+
+def num_teacher_replicas(config: Config) -> int:
+    """vLLM engines of all teachers that have a folder and are asked in the rollout."""
+    teacher = config.teacher
+    return len(teacher.paths) * teacher.replicas if teacher.is_served and config.algorithm.name != "sft" else 0
+
+
 def replica_gpus_of_node(config: Config, num_nodes: int) -> int:
     """The largest share of these that one of `num_nodes` nodes has."""
+    teachers = -(-num_teacher_gpus(config) // num_nodes)
     if not num_replica_gpus(config):
-        return 0
-    return -(-config.rollout.replicas // num_nodes) * config.rollout.tensor_parallel
+        return teachers
+    return -(-config.rollout.replicas // num_nodes) * config.rollout.tensor_parallel + teachers
 
 
 def default_num_ranks(config: Config, gpus: int) -> int:
@@ -38,12 +52,16 @@ def default_num_ranks(config: Config, gpus: int) -> int:
     """
     if gpus == 0:
         return NUM_CPU_RANKS
-    left = gpus - num_replica_gpus(config)
+    teachers = num_teacher_gpus(config)
+    left = gpus - num_replica_gpus(config) - teachers
     if left < 1:
+        key = "teacher.replicas" if teachers else "rollout.replicas"
+        number = config.teacher.replicas if teachers else config.rollout.replicas
         raise ConfigError(
-            f"rollout.replicas = {config.rollout.replicas}: the replicas leave no GPU for the trainer",
+            f"{key} = {number}: the replicas leave no GPU for the trainer",
             GPUs=str(gpus),
-            remedy="lower rollout.replicas or rollout.tensor_parallel, or use a machine with more GPUs",
+            **({"teachers": f"{teachers} GPUs"} if teachers else {}),
+            remedy=f"lower {key} or its tensor_parallel, or use a machine with more GPUs",
         )
     return left
 

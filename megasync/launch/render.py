@@ -22,7 +22,7 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import CLONE, clone, shipped
 from megasync.launch.cluster_room import Demand, placement_problem
-from megasync.launch.num_ranks import num_replica_gpus, replica_gpus_of_node
+from megasync.launch.num_ranks import num_replica_gpus, num_teacher_replicas, replica_gpus_of_node
 from megasync.launch.processes import REFUSED
 from megasync.launch.scope import LAST_PORT
 
@@ -100,7 +100,9 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
     cpus = given.cpus or nproc + share + CPUS_BESIDE
     nodes = {f"node{number}": {"CPU": float(cpus), "GPU": float(given.gpus)} for number in range(1, given.nodes + 1)}
     spread = 0 if given.nodes * nproc < given.nodes else given.nodes
-    demand = Demand(given.nodes * nproc, spread, config.rollout.replicas if workers else 0, config.rollout.tensor_parallel)
+    own = config.rollout.replicas if workers else 0, config.rollout.tensor_parallel
+    of_teachers = num_teacher_replicas(config), config.teacher.tensor_parallel
+    demand = Demand(given.nodes * nproc, spread, *own, *of_teachers)
     refuse_if(problem := placement_problem(nodes, demand), problem)
     values = common(given, config, command) | {"nproc": nproc, "cpus": cpus}
     values |= of_slurm(given) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus, workers)
@@ -151,7 +153,10 @@ def of_slurm(given: argparse.Namespace) -> dict[str, object]:
 def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int, workers: int) -> Mapping[str, object]:
     driver = ["python", "-m", "megasync.launch.driver", "--num-ranks", str(given.nodes * nproc)]
     driver += ["--trainer-nodes", str(given.nodes), "--replicas", str(config.rollout.replicas if workers else 0)]
-    driver += ["--tensor-parallel", str(config.rollout.tensor_parallel), "--", given.config, *given.overrides]
+    driver += ["--tensor-parallel", str(config.rollout.tensor_parallel)]
+    if num_teachers := num_teacher_replicas(config):
+        driver += ["--teachers", str(num_teachers), "--teacher-parallel", str(config.teacher.tensor_parallel)]
+    driver += ["--", given.config, *given.overrides]
     try:
         ray_version = version("ray")
     except PackageNotFoundError:

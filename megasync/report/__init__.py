@@ -2,7 +2,8 @@
 
 log.py           metrics.jsonl, samples.jsonl, summary.json
 progress.py      the line on the terminal
-loggers.py       TensorBoard, W&B, trackio
+loggers.py       TensorBoard, W&B, trackio, and the user's own
+callbacks.py     the user's own functions, called after each step
 timeline.py      the Chrome trace
 registry.py      names, units and meanings of all metrics
 learning.py      whether a run has learned: each figure rose, was flat or fell, with its standard error

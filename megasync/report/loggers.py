@@ -1,4 +1,4 @@
-"""Loggers beside the run's own files: TensorBoard, W&B and trackio. Each gets config, metrics, and samples as a table.
+"""Loggers beside the run's own files: TensorBoard, W&B, trackio, and the user's own. Each gets config, metrics, and samples.
 
 W&B runs offline, in the run's folder, if it finds no API key and WANDB_MODE is not set; trackio is local. Both are optional:
 `run.loggers` selects them. Each class imports its package. Leaves out the run's own files (log.py).
@@ -10,6 +10,7 @@ W&B runs offline, in the run's folder, if it finds no API key and WANDB_MODE is 
 
 from __future__ import annotations
 
+import inspect
 import netrc
 import os
 import uuid
@@ -22,8 +23,10 @@ from urllib.parse import urlparse
 
 import yaml  # type: ignore[import-untyped]
 
+from engine.config import is_own
 from megasync.config.errors import ConfigError
 from megasync.config.files import write_atomically
+from megasync.config.named import own_object
 from megasync.config.schema import Config
 
 PROJECT = "megasync"
@@ -42,10 +45,26 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
+METHODS = {"metrics": ["step", "values"], "samples": ["step", "lines"], "close": []}  # of a Logger, with their arguments
+WANTED = "a class with the constructor (config, first_step) and the methods of Logger (megasync/report/loggers.py)"
+
+
 def missing_loggers(names: Sequence[str]) -> list[str]:
-    """Names of loggers whose package is not installed. A folder of that name, such as W&B creates, is not a package."""
-    found = {name: find_spec(name) for name in names}
+    """Names of loggers of ours whose package is not installed. A folder of that name, such as W&B creates, is not a package."""
+    found = {name: find_spec(name) for name in names if not is_own(name)}
     return [name for name, spec in found.items() if spec is None or spec.origin is None]
+
+
+def resolve_logger(path: str) -> Callable[[Config, int], Logger]:
+    """The user's own class. ConfigError where it cannot be imported, or lacks a method."""
+    logger = own_object("run.loggers", path, WANTED, ["config", "first_step"])
+    for name, arguments in METHODS.items():
+        try:
+            inspect.signature(getattr(logger, name)).bind("self", *arguments)
+        except (AttributeError, TypeError) as error:
+            problem = f"{name}({', '.join(arguments)}): {error}"
+            raise ConfigError(f"run.loggers = {path}: {problem}", remedy=f"name {WANTED}") from error
+    return logger  # type: ignore[no-any-return]
 
 
 def open_loggers(config: Config, first_step: int) -> list[Logger]:
@@ -59,7 +78,7 @@ def open_loggers(config: Config, first_step: int) -> list[Logger]:
     with ExitStack() as not_all:
         for name in config.run.loggers:
             try:
-                opened.append(kinds[name](config, first_step))
+                opened.append((kinds.get(name) or resolve_logger(name))(config, first_step))
             except OSError:  # such as a full disk; the run reports it
                 raise
             except Exception as error:  # the packages raise exceptions of many classes

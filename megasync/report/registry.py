@@ -37,7 +37,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart and its metrics; a * in a key matches any text. `scale`: the chart's unit in units of the metric."""
+    """One chart and its metrics; a * in a key matches any text without /. `scale`: the chart's unit in units of the metric."""
 
     group: str
     title: str

@@ -7,7 +7,7 @@ Components, each with one purpose. Only Rollouts is known to the trainer, and on
     EventThread     an asyncio loop in a thread, with the queue of events
     Dispatcher      hands groups to replicas; puts SamplesFinished, ReplicaLost, NotServing, RequestRefused
     Episodes        plays the members of groups; puts TurnAsked, EpisodeEnded
-    Scorer          rewards of samples, which the stream puts as SamplesScored
+    Scorer          rewards of samples, which the stream puts as SamplesScored, with a teacher's scores (Teachers)
 
 Dispatcher, Episodes and Scorer know neither the stream nor each other: their tasks end in events.
 
@@ -19,6 +19,8 @@ turns.py       Episodes
 attempt.py     one attempt at an episode
 scoring.py     Scorer
 scheduler.py   which groups begin, where, and which make a batch: pure functions
+teachers.py    Teachers: scores of samples by models that are served beside the policy
+filters.py     the user's own choice of groups that are trained
 group.py       a prompt with its samples, or one turn of an episode
 progress.py    groups in a checkpoint, as a file
 restore.py     which of these a resumed run continues

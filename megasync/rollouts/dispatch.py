@@ -111,6 +111,21 @@ class Dispatcher:
             for together in [groups] if replica in idle else [[group] for group in groups]:
                 self.events.start(self._hand_in(self.slots[replica], together))
 
+    async def abort(self, groups: Iterable[Group]) -> None:
+        """Stop these; a replica that does not answer is lost."""
+        running: dict[int, list[int]] = {}
+        for group in groups:
+            if self._handed_out.pop(group.key, None) is not None and group.replica in self.slots:
+                self.slots[group.replica].add_load(-len(group.missing), group.expected_tokens)
+                running.setdefault(group.replica, []).append(group.key)
+        for replica, keys in running.items():
+            slot = self.slots[replica]
+            try:
+                async with asyncio.timeout(self.settings.answer_seconds):
+                    await self.pool.abort_groups(replica, keys)
+            except Exception as error:  # noqa: BLE001 # whatever ended it
+                self.events.put(ReplicaLost(slot, _error_text(error)))
+
     # ------------------------------------------------------------------------------------------------ tasks
 
     async def _hand_in(self, slot: ReplicaSlot, groups: list[Group]) -> None:
@@ -157,6 +172,8 @@ class Dispatcher:
             group = self._handed_out.get(finished.key)
             if group is None or group.completions[finished.sample] is not None:
                 continue
+            if self.settings.oversample > 1 and finished.completion.weight_versions.min() < self.version:
+                continue  # of the same prompt, before it was aborted
             group.complete(finished.sample, finished.completion)
             event.slot.add_load(-1, group.expected_tokens)
             self.expected_tokens += (len(finished.completion.token_ids) - self.expected_tokens) / 256
@@ -170,9 +187,10 @@ class Dispatcher:
         """The replica gets no group before its next sync."""
         if self._is_current(event.slot):
             event.slot.is_open &= self.version != event.version  # a later sync has reached it since
-            for group in event.groups:
+            left = [group for group in event.groups if self._handed_out.get(group.key) is group]  # others were aborted
+            for group in left:
                 event.slot.add_load(-len(group.missing), group.expected_tokens)
-            self._wait_again(event.groups)
+            self._wait_again(left)
 
     def refuse(self, event: RequestRefused) -> None:
         """A turn is refused alone, to its episode; of the data's groups the run stops."""

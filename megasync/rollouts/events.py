@@ -156,10 +156,15 @@ class EventThread:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        """Cancel all tasks and end the thread. Safe to repeat."""
-        if self._thread.is_alive():
+    def close(self, *last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Cancel all tasks, run each of `last`, and end the thread, also where one of them fails. Safe to repeat."""
+        if not self._thread.is_alive():
+            return
+        try:
             self.run(self.cancel())
+            for each in last:
+                self.run(each())
+        finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()

@@ -29,8 +29,14 @@ class StreamSettings:
     answer_seconds: float  # a replica that gives no answer for so long counts as dead
     min_replicas: int = 1
     scores_groups: bool = False  # whether rewards look at all samples of a group together
-    filters_groups: bool = False  # whether groups whose rewards are all equal are replaced
+    filters_groups: bool = False  # whether groups that `is_worth_training` refuses are replaced
     filter_factor: int = 1  # at most so many times as many prompts as a batch has
+    oversample: float = 1.0  # above 1, without staleness: so many times a batch's groups begin, and those done last are aborted
+
+    @property
+    def num_together(self) -> int:
+        """Groups that begin for one batch."""
+        return math.ceil(self.batch_size * self.oversample)
 
 
 @dataclass(eq=False)
@@ -47,10 +53,14 @@ class Group:
     reward_digest: int = 0  # of what their rewards depend on, too
     oldest: int | None = None  # no token is of an earlier version; None: not handed out
     task: Task | None = None  # what its members play, where they are episodes
+    num_parts: int = 0  # of a reward, where the advantage needs them; checkpoints have none, and a resumed run scores again
     completions: list[Completion | EpisodeResult | None] = field(default_factory=list)
     playing: dict[int, EpisodeResult] = field(default_factory=dict)  # unfinished episodes of a checkpoint, by member
     scored: list[Scored | None] = field(default_factory=list)
+    has_teacher: bool = False  # its samples need a teacher's scores, which checkpoints leave out
+    rewarded: dict[int, Scored] = field(default_factory=dict)  # samples of a checkpoint that still need them
     in_scoring: set[int] = field(default_factory=set)
+    is_refused: bool = False  # by `rollout.filter`: not trained even where no other group takes its place
     is_wanted: bool = True  # false: nobody waits for it any more; samples that run are not stopped
     replica: int | None = None
     expected_tokens: float = 0.0  # of one sample
@@ -140,11 +150,26 @@ class Group:
         return [index for index, (done, scored) in pairs if done and scored is None and index not in self.in_scoring]
 
     @property
+    def num_greedy(self) -> int:
+        """How many of its samples, the first ones, are greedy: a baseline, which is not trained."""
+        return int(self.request.first_is_greedy)
+
+    @property
+    def trained_members(self) -> list[int]:
+        """Those that were not dropped, without a greedy one."""
+        pairs = list(enumerate(self.completions))[self.num_greedy :]
+        return [index for index, done in pairs if not (isinstance(done, EpisodeResult) and done.is_dropped)]
+
+    def parts(self, index: int) -> tuple[float, ...]:
+        """Of the member's reward, where the advantage needs them; NaN where an episode gave the sum alone."""
+        scored = self.scored[index]
+        known = tuple(scored.parts.values()) if scored is not None else ()
+        return (known or (math.nan,) * self.num_parts) if self.num_parts else ()
+
+    @property
     def own_rewards(self) -> list[float]:
-        """Of the members that were not dropped."""
-        pairs = zip(self.completions, self.rewards, strict=True)
-        kept = [reward for done, reward in pairs if not (isinstance(done, EpisodeResult) and done.is_dropped)]
-        return [reward for reward in kept if reward is not None]
+        """Of the members that are trained."""
+        return [reward for index in self.trained_members if (reward := self.rewards[index]) is not None]
 
     @property
     def is_done(self) -> bool:
@@ -162,16 +187,20 @@ class Group:
                 self.playing[sample.index] = sample.completion
             elif sample.index < len(self.completions):
                 self.complete(sample.index, sample.completion)
-                has_reward = math.isfinite(sample.reward) and saved.reward_digest == self.reward_digest
-                self.scored[sample.index] = Scored(sample.reward, {}) if has_reward else None
+                has_reward = math.isfinite(sample.reward) and saved.reward_digest == self.reward_digest and not self.num_parts
+                if has_reward and self.has_teacher:
+                    self.rewarded[sample.index] = Scored(sample.reward, {})
+                elif has_reward:
+                    self.scored[sample.index] = Scored(sample.reward, {})
         if len(self.missing) < len(self.completions) or self.playing:
             self.oldest = self._oldest_token
             self.begun_seconds = self.ended_seconds = time.time()
 
     def saved(self, playing: Mapping[int, EpisodeResult] | None = None) -> SavedGroup:
         """Its samples that have ended, and the episodes that are `playing`, by member."""
-        pairs = enumerate(zip(self.completions, self.rewards, strict=True))
-        samples = [SavedSample(index, done, math.nan if reward is None else reward) for index, (done, reward) in pairs if done]
+        known = [self.rewarded.get(index) if scored is None else scored for index, scored in enumerate(self.scored)]
+        pairs = enumerate(zip(self.completions, known, strict=True))
+        samples = [SavedSample(index, done, math.nan if own is None else own.total) for index, (done, own) in pairs if done]
         samples += [SavedSample(index, one, math.nan, is_over=False) for index, one in (playing or {}).items()]
         return SavedGroup(self.key, tuple(samples), self.request_digest, self.reward_digest)
 

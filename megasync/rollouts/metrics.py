@@ -45,6 +45,17 @@ def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_secon
     }
 
 
+def source_metrics(groups: Sequence[tuple[str, Sequence[float]]]) -> dict[str, float]:
+    """By source of data.train, of the source and the rewards of each group; none where there is one source."""
+    found: dict[str, float] = {}
+    for name in sorted({source for source, _ in groups if source}):
+        own = [rewards for source, rewards in groups if source == name]
+        found[f"source/{name}/prompts"] = len(own)
+        if rewards := [reward for of_group in own for reward in of_group]:
+            found[f"source/{name}/reward"] = statistics.fmean(rewards)
+    return found
+
+
 def tied_fraction(groups: Sequence[Sequence[float]]) -> float:
     """From 0 to 1, of groups of rewards as the advantages are made of them."""
     return statistics.fmean(not is_group_worth_training(rewards) for rewards in groups)

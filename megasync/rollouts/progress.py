@@ -10,14 +10,14 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bridge.generation import NO_EXPERTS, TOKEN_ARRAYS, Completion
+from bridge.generation import NO_EXPERTS, NO_SUPPORT, TOKEN_ARRAYS, Completion
 from engine.resume import instead
 from megasync.config.errors import ConfigError
 from megasync.data.data import PromptOrder
@@ -29,6 +29,7 @@ OF_EPISODES = (
     *("reward", "finish_reason", "num_turns", "seconds", "tool_seconds", "num_failures", "is_dropped", "num_prompt", "num_held"),
     *("metrics", "info"),
 )
+OF_BRANCHES = ("log_probs", "weight_versions", "finish_reason", "routed_experts", "support")
 RECORDED = ("turns", "answers", "num_resumed", "is_anew")
 FILE = "rollouts.npz"
 FINISH_REASONS = ("stop", "length")
@@ -67,16 +68,27 @@ class Progress:
     expected_tokens: float | None = None
     groups: tuple[SavedGroup, ...] = ()
     order: PromptOrder | None = None  # whose ordinals these are
+    sampler: str = ""  # see data/sampler.py: its state, and the examples of the prompts that have begun; empty: without one
 
 
 def save_progress(folder: Path, progress: Progress) -> None:
     """Numbers alone, in NumPy's format."""
+    arrays: dict[str, Any] = {"sampler": np.frombuffer(progress.sampler.encode(), np.uint8)} if progress.sampler else {}
     np.savez(
         folder / FILE,
         counts=np.array([progress.num_trained, progress.num_begun], np.int64),
         expected_tokens=np.array([np.nan if progress.expected_tokens is None else progress.expected_tokens]),
-        **packed(progress.groups) | ({} if progress.order is None else {"order": np.array(astuple(progress.order), np.int64)}),
+        **packed(progress.groups),
+        **_of_order(progress.order),
+        **arrays,
     )
+
+
+def _of_order(order: PromptOrder | None) -> dict[str, Any]:
+    if order is None:
+        return {}
+    own = {"order": np.array([order.num_examples, order.seed, order.shuffle], np.int64)}
+    return own | ({"sources": np.array(order.sources, np.float64)} if order.sources else {})
 
 
 def packed(groups: Sequence[SavedGroup], *, with_experts: bool = True) -> dict[str, Any]:
@@ -98,15 +110,24 @@ def packed(groups: Sequence[SavedGroup], *, with_experts: bool = True) -> dict[s
         "expert_shapes": np.array([rows.shape for rows in experts], np.int64).reshape(-1, 3),
         "expert_bytes": np.array([rows.itemsize for rows in experts], np.int64),
         "routed_experts": _joined([_bytes(rows) for rows in experts], np.uint8),
+        **_supports(done),
         **_of_episodes([sample.completion for _, sample in pairs]),
     }
+
+
+def _supports(done: Sequence[Completion]) -> dict[str, Any]:
+    """Arrays that are there where samples have a support."""
+    if not any(completion.support.size for completion in done):
+        return {}
+    lengths = np.array([len(completion.support) for completion in done], np.int64)
+    return {"support_lengths": lengths, "supports": _joined([completion.support for completion in done], np.int32)}
 
 
 def _pieces(done: Completion | EpisodeResult) -> list[Completion]:
     """The response, or each branch of an episode from its first token on."""
     if isinstance(done, Completion):
         return [done]
-    names = (*TOKEN_ARRAYS, "finish_reason", "routed_experts")
+    names = (*TOKEN_ARRAYS, "finish_reason", "routed_experts", "support")
     return [Completion(*(getattr(branch, name) for name in names)) for branch in done.branches]
 
 
@@ -131,7 +152,7 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Episod
     masks = np.split(data["masks"], np.cumsum([len(piece.token_ids) for piece in pieces])[:-1]) if pieces else []
     rows = zip(pieces, data["prompt_lengths"].tolist(), masks, strict=True)
     branches = [
-        Branch(one.token_ids, length, mask, one.log_probs, one.weight_versions, one.finish_reason, one.routed_experts)
+        Branch(one.token_ids, length, mask, *(getattr(one, name) for name in OF_BRANCHES))
         for one, length, mask in rows
     ]
     text, place = data["texts"].tobytes(), 0
@@ -157,30 +178,33 @@ def load_progress(folder: Path) -> Progress | None:
             data = {name: file[name] for name in file.files}
         trained, begun = data["counts"].tolist()
         (expected,) = data["expected_tokens"].tolist()
-        order = order_of(data["order"].tolist()) if "order" in data else None
-        return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data), order)
+        order = order_of([*data["order"].tolist(), data.get("sources", np.empty((0, 2))).tolist()]) if "order" in data else None
+        sampler = data["sampler"].tobytes().decode() if "sampler" in data else ""
+        return Progress(trained, begun, None if np.isnan(expected) else expected, unpacked(data), order, sampler)
     except UNREADABLE as error:
         remedy = f"continue with the version that wrote it. {instead(folder)}"
         message = f"{path}: cannot be read: {type(error).__name__}: {error}; it is damaged, or another version wrote it"
         raise ConfigError(message, remedy=remedy) from error
 
 
-def order_of(fields: Sequence[int]) -> PromptOrder:
-    """Of dataclasses.astuple."""
-    num_examples, seed, shuffle = fields
-    return PromptOrder(num_examples, seed, bool(shuffle))
+def order_of(fields: Sequence[Any]) -> PromptOrder:
+    """Of dataclasses.astuple, in which tuples may be lists, and sources be missing."""
+    num_examples, seed, shuffle, *sources = fields
+    return PromptOrder(num_examples, seed, bool(shuffle), tuple((int(size), weight) for size, weight in (sources or [()])[0]))
 
 
 def unpacked(data: dict[str, Any]) -> tuple[SavedGroup, ...]:
     """What `packed` made arrays of."""
     spans = list(pairwise([0, *np.cumsum(data["lengths"]).tolist()]))
     samples: list[list[SavedSample]] = [[] for _ in data["groups"]]
-    experts = _experts(data)
+    experts, supports = _experts(data), [NO_SUPPORT] * len(spans)
+    if "supports" in data:
+        supports = np.split(data["supports"], np.cumsum(data["support_lengths"])[:-1])
     pieces = []
     for number, span in enumerate(spans):
         tokens, log_probs, versions = (data[name][slice(*span)] for name in TOKEN_ARRAYS)
         reason = FINISH_REASONS[int(data["finish_reasons"][number])]
-        pieces.append(Completion(tokens, log_probs, versions, reason, experts[number]))
+        pieces.append(Completion(tokens, log_probs, versions, reason, experts[number], supports[number]))
     done = list(_episodes(data, pieces)) if "masks" in data else pieces
     for number, place in enumerate(data["places"].tolist()):
         index, reward, is_over = (data[name][number].item() for name in ("indices", "rewards", "are_over"))

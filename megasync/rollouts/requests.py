@@ -59,7 +59,10 @@ def _filters(given: RolloutConfig | EvalSet) -> dict[str, Any]:
 def training_request(config: Config, prompts: Prompts, example: Example, ordinal: int) -> GenerationRequest:
     """Of the `ordinal`-th prompt of the run, counted from 0: step x data.batch_size + its place in the batch."""
     seed = (config.run.seed * SEED_STRIDE + ordinal * config.rollout.group_size) % 2**31
-    return make_request(prompts, example, training_sampling(config.rollout), seed)
+    request = make_request(prompts, example, training_sampling(config.rollout), seed)
+    if config.algorithm.advantage != "remax":
+        return request
+    return replace(request, num_samples=request.num_samples + 1, first_is_greedy=True)
 
 
 def make_request(prompts: Prompts, example: Example, sampling: Sampling, seed: int) -> GenerationRequest:
@@ -73,20 +76,29 @@ def task_of(prompts: Prompts, example: Example, request: GenerationRequest) -> T
     return Task(example.prompt, ids, example.answer, example.extra, seed, turns=turns, line=example.line)
 
 
-def request_digest(request: GenerationRequest, *, returns_experts: bool, task: Task | None = None, played_by: object = "") -> int:
+def request_digest(
+    request: GenerationRequest,
+    *,
+    returns_experts: bool,
+    returns_support: bool = False,
+    task: Task | None = None,
+    played_by: object = "",
+) -> int:
     """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are.
 
     An episode depends on its task, too: its own code may score by the answer, and a group's members share the seed.
     `played_by`: what tells the episodes of this config from those of another.
     """
     parts: tuple[object, ...] = (replace(request, num_samples=1, seed=0), returns_experts)
+    parts += ("support",) if returns_support else ()
     return digest_of(parts if task is None else (*parts, played_by, task))
 
 
 def reward_digest(example: Example, rewards: RewardPool, num_samples: int) -> int:
     """Of what the rewards of given responses depend on; `num_samples` of them are looked at together where a reward does so."""
     together = num_samples if rewards.takes_groups else 1
-    return digest_of((rewards.identity, together, example.prompt, example.answer, example.extra, example.line))
+    source = (example.source,) if example.source else ()
+    return digest_of((rewards.identity, together, example.prompt, example.answer, example.extra, example.line, *source))
 
 
 def digest_of(value: object) -> int:
@@ -113,6 +125,7 @@ def reward_inputs(
             extra=example.extra,
             line=example.line,
             thinking=thinking,
+            source=example.source,
             place=example.place,
         )
         for completion, text in zip(completions, texts, strict=True)
@@ -128,7 +141,8 @@ def sample_line(
     prompts: Prompts, example: Example, completion: Completion | EpisodeResult, reward: float, of: str = TRAIN_SET
 ) -> dict[str, Any]:
     """A line of samples.jsonl without its step; `versions` are the oldest and the newest of the response's tokens."""
-    common = {"set": of, "line": example.line, "prompt": prompts.prompt_text(example)}
+    source = {"source": example.source} if example.source else {}
+    common = {"set": of, **source, "line": example.line, "prompt": prompts.prompt_text(example)}
     if isinstance(completion, EpisodeResult):
         return common | episode_line(prompts, completion, answer=example.answer, reward=reward)
     return {
@@ -172,10 +186,12 @@ def episode_line(prompts: Prompts, played: EpisodeResult, *, answer: str, reward
 
 
 def with_trainer_log_probs(line: Mapping[str, Any], log_probs: Sequence[npt.NDArray[np.float32]]) -> dict[str, Any]:
-    """The line of a sample that was trained on, with the trainer's old log-probs of the same tokens.
+    """The line of a sample, with the trainer's old log-probs of the same tokens.
 
-    `log_probs`: of all tokens of the response, or of those behind the prompt of each branch.
+    `log_probs`: of all tokens of the response, or of those behind the prompt of each branch; empty: it was not trained on.
     """
+    if not log_probs:
+        return dict(line)
     if "branches" not in line:
         return {**line, "trainer_log_probs": rounded(log_probs[0][:MAX_LOGGED_TOKENS])}
     pairs = zip(line["branches"], log_probs, strict=bool(line["branches"]))  # a sample without tokens stands for none

@@ -53,7 +53,12 @@ def order_notes(progress: Progress, order: PromptOrder) -> list[str]:
     then = progress.order
     if then is None or then == order or not progress.num_trained:
         return []
-    keys = ("data.train has {} examples that fit, then {}", "run.seed is {}, then {}", "data.shuffle is {}, then {}")
+    keys = (
+        "data.train has {} examples that fit, then {}",
+        "run.seed is {}, then {}",
+        "data.shuffle is {}, then {}",
+        "examples and weights of its sources are {}, then {}",
+    )
     values = zip(keys, astuple(order), astuple(then), strict=True)
     changes = "; ".join(text.format(str(now).lower(), str(before).lower()) for text, now, before in values if now != before)
     effect = "some of them are trained twice in this epoch, and others not at all"

@@ -6,20 +6,28 @@ Leaves out when groups are generated and which of them make a batch (stream.py, 
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.generation import Completion
 from engine.batch.batch import SampleTable
+from engine.config import GROUPED, is_own
+from engine.objective.advantages import is_group_worth_training
 from engine.sample import Sample
 from megasync.data.data import Example
+from megasync.data.sampler import SampledOrder
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import EpisodeResult
+from megasync.rewards.judges.judge import NO_JUDGES, Judges
 from megasync.rewards.pool import RewardPool, Scored, reward_metrics
 from megasync.rollouts.evaluation import Evaluation, Outcome, outcome_of, requests_of
+from megasync.rollouts.filters import filter_input, resolve_filter
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.metrics import (
     UniformRewardMonitor,
@@ -28,6 +36,7 @@ from megasync.rollouts.metrics import (
     learnt_rewards,
     penalty_fields,
     penalty_metrics,
+    source_metrics,
     tied_fraction,
 )
 from megasync.rollouts.progress import Progress
@@ -43,6 +52,8 @@ if TYPE_CHECKING:
     from megasync.config.schema import Config
     from megasync.data.load import RunData
     from megasync.report.log import RunLog
+    from megasync.rollouts.teachers import Teachers
+    from megasync.served.protocol import ServedModel
 
 
 @dataclass
@@ -66,19 +77,39 @@ def without_tokens(batch: RolloutBatch | None) -> RolloutBatch | None:
 class Rollouts:
     """Rank 0's side of a run's stream. `close` ends its thread and the rewards' processes."""
 
-    def __init__(self, config: Config, pool: ReplicaPool, data: RunData, log: RunLog, progress: Progress, step: int) -> None:
-        """Continue from `progress` with `step`."""
+    def __init__(
+        self,
+        config: Config,
+        pool: ReplicaPool,
+        data: RunData,
+        log: RunLog,
+        progress: Progress,
+        step: int,
+        teachers: Teachers | None = None,
+        judges: Mapping[str, ServedModel] = NO_JUDGES,
+    ) -> None:
+        """Continue from `progress` with `step`. `teachers`: those that are asked here. `judges`: on replicas, by name."""
         self.config, self.data, self.prompts = config, data, data.prompts
-        self.rewards, self.timeline, self.note = RewardPool(config.rollout), log.timeline, log.note
+        self.rewards = RewardPool(config.rollout, Judges(config.judges, judges, config.run.folder))
+        self.timeline, self.note = log.timeline, log.note
+        needs_parts = config.algorithm.advantage == "gdpo" or is_own(config.algorithm.advantage)
+        self.num_parts = len(self.rewards.weights) if needs_parts else 0
         self.ties = UniformRewardMonitor(filters_groups=config.algorithm.filter_groups)
-        self.scorer = Scorer(data.prompts, self.rewards)
+        self.scorer, self.teachers = Scorer(data.prompts, self.rewards), teachers
         self.order = data.order(config)
+        self.sampled = SampledOrder(config.data, data.train, config.run.seed) if config.data.sampler else None
+        if self.sampled is not None and (found := self.sampled.restore(progress.sampler)) and progress.num_trained:
+            log.note(found)
         settings = stream_settings(config, scores_groups=self.rewards.takes_groups)
         self.episodes = EpisodePool(config) if config.rollout.episode else None
         self.identity = episode_identity(config)
         players = (self.episodes, episode_settings(config)) if self.episodes is not None else None
         self.played_by = (self.identity, players[1].max_tokens) if players else ()
-        self.stream = RolloutStream(pool, settings, self._group, self._score, log.note, episodes=players)
+        self.filter = resolve_filter(config.rollout.filter) if config.rollout.filter else None
+        of_groups = (self._group, self._score)
+        self.stream = RolloutStream(
+            pool, settings, *of_groups, log.note, episodes=players, is_worth_training=self._is_worth_training
+        )
         has_records = config.rollout.record == "all" or (config.rollout.record == "episodes" and self.episodes is not None)
         self.records = Records(config.run.folder, step)
         self._unrecorded: Sequence[Group] | None = [] if has_records else None  # those of the step that is trained
@@ -109,20 +140,34 @@ class Rollouts:
         self.timeline.add("rollout", "rollout", begun, ended, {"step": step + 1})
         if done - waited_from > 1e-3:
             self.timeline.add("wait for rollout", "trainer", waited_from, done, {"step": step + 1})
-        samples = [sample for place, group in enumerate(groups) for sample in samples_of(group, place)] or [_nothing(groups[0])]
+        kept = [(place, group) for place, group in enumerate(groups) if not group.is_refused]
+        samples = [sample for place, group in kept for sample in samples_of(group, place)] or [_nothing(groups[0])]
         seconds = ended - begun if begun >= self._taken_seconds else done - self._taken_seconds
         self._taken_seconds = done
         metrics = batch_metrics(samples, step, seconds, done - waited_from)
-        metrics |= reward_metrics([scored for group in groups for scored in group.scored if scored is not None])
+        scored = [one for group in groups for one in group.scored[group.num_greedy :]]
+        metrics |= reward_metrics([one for one in scored if one is not None])
+        metrics |= self.rewards.judges.metrics()
         metrics |= penalty_metrics(self.config, [sum(one.num_sampled for one in member) for member in members_of(samples)])
         metrics |= self._ties(step, samples)
         metrics |= episode_metrics([done for group in groups for done in group.completions if isinstance(done, EpisodeResult)])
+        if self.teachers is not None:
+            metrics |= self.teachers.metrics()
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
-        if self.config.algorithm.filter_groups:
+        if self.config.rollout.oversample > 1:
+            metrics["rollout/aborted_groups"] = self.stream.num_aborted
+        if self.stream.settings.filters_groups:
             metrics["rollout/filtered_groups"] = self.stream.num_filtered
-        table = SampleTable.from_samples(samples)
-        return RolloutBatch(table, table, metrics, self._lines(groups))
+        metrics |= source_metrics([(self._example(group.key).source, group.own_rewards) for group in groups])
+        table, lines = SampleTable.from_samples(samples), self._lines(groups)
+        self.stream.run(self._observe(step + 1, groups))
+        return RolloutBatch(table, table, metrics, lines)
+
+    async def _observe(self, step: int, groups: Sequence[Group]) -> None:
+        """The sampler hears of the rewards of groups that are taken, and of those that were discarded before them."""
+        if self.sampled is not None:
+            self.sampled.observe(step, [(group.key, group.own_rewards) for group in (*groups, *self.stream.discarded)])
 
     def record(self, step: int) -> None:
         """The batch that was taken last is trained, as step `step`, counted from 1.
@@ -140,7 +185,12 @@ class Rollouts:
         Without samples the groups that have begun start again.
         """
         self.records.wait()
-        return replace(self.stream.run(self.stream.progress(with_samples=with_samples)), order=self.order)
+        return self.stream.run(self._progress(with_samples=with_samples))
+
+    async def _progress(self, *, with_samples: bool) -> Progress:
+        """All of one moment, in which no prompt begins."""
+        progress = await self.stream.progress(with_samples=with_samples)
+        return replace(progress, order=self.order, sampler=self.sampled.state() if self.sampled is not None else "")
 
     def evaluate(self, evaluation: Evaluation) -> Outcome | None:
         """Generate, reward, and count. None: too few replicas are left."""
@@ -158,35 +208,65 @@ class Rollouts:
         """Of rewards with their penalties; a note where nothing is learnt for a while."""
         rewards = learnt_rewards(self.config, samples)
         fraction = tied_fraction(rewards)
-        if hint := self.ties.observe(step + 1, fraction, [reward for of_group in rewards for reward in of_group]):
+        hint = self.ties.observe(step + 1, fraction, [reward for of_group in rewards for reward in of_group])
+        if hint and self.config.algorithm.advantage in GROUPED:
             self.note(hint)
         return {"groups/tied_fraction": fraction}
 
     def close(self) -> None:
-        self.stream.close()
-        if self.episodes is not None:
-            self.episodes.close()
-        self.rewards.close()
-        self.records.close()
+        """Ends every part, also where another part's end fails; that error is raised then. Safe to repeat."""
+        with ExitStack() as ends:
+            ends.callback(self.records.close)
+            ends.callback(self.rewards.close)
+            if self.episodes is not None:
+                ends.callback(self.episodes.close)
+            ends.callback(self.stream.close, self._close_served)
+
+    async def _close_served(self) -> None:
+        """Once no sample is scored any more, which could open a judge again."""
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self.rewards.judges.close)
+            if self.teachers is not None:
+                ends.push_async_callback(self.teachers.close)
 
     def _example(self, ordinal: int) -> Example:
-        return self.data.train[self.order.index(ordinal)]
+        return self.data.train[(self.sampled or self.order).index(ordinal)]
 
     def _group(self, ordinal: int) -> Group:
         example = self._example(ordinal)
         request = training_request(self.config, self.prompts, example, ordinal)
-        returns_experts = self.config.algorithm.router_replay == "rollout"
+        algorithm = self.config.algorithm
+        returned = {"returns_experts": algorithm.router_replay == "rollout", "returns_support": algorithm.support_replay}
         task = task_of(self.prompts, example, request) if self.episodes is not None else None
-        asked = request_digest(request, returns_experts=returns_experts, task=task, played_by=self.played_by)
-        return Group(ordinal, request, asked, reward_digest(example, self.rewards, request.num_samples), task=task)
+        asked = request_digest(request, **returned, task=task, played_by=self.played_by)
+        scored_by = reward_digest(example, self.rewards, request.num_samples)
+        own: dict[str, Any] = {"num_parts": self.num_parts, "has_teacher": self.teachers is not None}
+        return Group(ordinal, request, asked, scored_by, task=task, **own)
+
+    def _is_worth_training(self, group: Group) -> bool:
+        """By the named filter and the user's own, those that the config has."""
+        if self.config.algorithm.filter_groups and not is_group_worth_training(group.own_rewards):
+            return False
+        group.is_refused = self.filter is not None and not self.filter(filter_input(group, self._example(group.key)))
+        return not group.is_refused
 
     async def _score(self, group: Group, samples: Sequence[int]) -> list[Scored]:
-        done = [completion for sample in samples if (completion := group.completions[sample]) is not None]
-        return await self.scorer.score(self._example(group.key), done, self.config.rollout.max_new_tokens)
+        """Rewards, and a teacher's scores; only these where the reward is known from a checkpoint."""
+        example, limit = self._example(group.key), self.config.rollout.max_new_tokens
+        known = all(sample in group.rewarded for sample in samples)
+        unknown = [sample for sample in samples if sample not in group.rewarded or (self.rewards.takes_groups and not known)]
+        rewards = self.scorer.score(example, _completions(group, unknown), limit)
+        if self.teachers is None:
+            return await rewards
+        done = _completions(group, samples)
+        new, scores = await asyncio.gather(rewards, self.teachers.score(example.source, group.request.prompt_ids, done))
+        scored = {**group.rewarded, **dict(zip(unknown, new, strict=True))}
+        return [replace(scored[sample], teacher=own) for sample, own in zip(samples, scores, strict=True)]
 
     def _lines(self, groups: list[Group]) -> list[dict[str, Any]]:
         """Of the first response to each of the first `run.log_samples` prompts."""
-        firsts = [(group.key, group.completions[0], group.rewards[0]) for group in groups[: self.config.run.log_samples]]
+        chosen = [(group, group.num_greedy) for group in groups[: self.config.run.log_samples]]
+        firsts = [(group.key, group.completions[first], group.rewards[first]) for group, first in chosen]
         return [
             sample_line(self.prompts, self._example(key), done, reward)
             | penalty_fields(self.config, done.num_sampled if isinstance(done, EpisodeResult) else len(done.token_ids))
@@ -196,8 +276,12 @@ class Rollouts:
         ]
 
 
+def _completions(group: Group, samples: Sequence[int]) -> list[Completion | EpisodeResult]:
+    return [done for sample in samples if (done := group.completions[sample]) is not None]
+
+
 def _nothing(group: Group) -> Sample:
-    """Of a batch all of whose episodes were dropped: no token is trained."""
+    """Of a batch all of whose episodes were dropped, or groups refused: no token is trained."""
     return Sample(np.array(group.request.prompt_ids, np.int32), np.empty(0, np.int32))
 
 
@@ -213,6 +297,7 @@ def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
         answer_seconds=rollout.answer_timeout_seconds,
         min_replicas=rollout.min_replicas,
         scores_groups=scores_groups,
-        filters_groups=config.algorithm.filter_groups,
+        filters_groups=config.algorithm.filter_groups or bool(config.rollout.filter),
         filter_factor=config.algorithm.filter_factor,
+        oversample=rollout.oversample,
     )

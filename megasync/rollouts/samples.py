@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bridge.generation import TokenScores
 from engine.sample import Sample
 from megasync.episodes.task import EpisodeResult
 from megasync.rollouts.group import Group
+from megasync.rollouts.teachers import teacher_fields
 
 
 def samples_of(group: Group, place: int) -> list[Sample]:
     """Of a group that is done; `place` is its place in the batch."""
     prompt_ids, found = np.array(group.request.prompt_ids, np.int32), list[Sample]()
-    for member, (done, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
-        if done is None or reward is None:
+    greedy = group.rewards[0] if group.num_greedy else None
+    for member, (done, scored) in enumerate(zip(group.completions, group.scored, strict=True)):
+        if done is None or scored is None or member < group.num_greedy:
             continue
+        reward = scored.total
         if isinstance(done, EpisodeResult):
-            found += episode_samples(done, prompt_ids, reward, place, member)
+            found += episode_samples(done, prompt_ids, reward, place, member, group.parts(member), scored.teacher)
             continue
         found.append(
             Sample(
@@ -29,20 +34,31 @@ def samples_of(group: Group, place: int) -> list[Sample]:
                 rollout_log_probs=done.log_probs,
                 weight_versions=done.weight_versions,
                 routed_experts=done.routed_experts,
+                support=done.support,
                 reward=reward,
+                reward_parts=group.parts(member),
+                greedy_reward=math.nan if greedy is None else greedy,
                 group=place,
-                member=member,
+                member=member - group.num_greedy,
                 finish_reason=done.finish_reason,
+                **(teacher_fields(scored.teacher[0]) if scored.teacher else {}),
             )
         )
     return found
 
 
 def episode_samples(
-    played: EpisodeResult, prompt_ids: npt.NDArray[np.int32], reward: float, place: int, member: int
+    played: EpisodeResult,
+    prompt_ids: npt.NDArray[np.int32],
+    reward: float,
+    place: int,
+    member: int,
+    parts: Sequence[float] = (),
+    teacher: Sequence[TokenScores] = (),
 ) -> list[Sample]:
     """One for each branch; one without tokens to train where it failed before there were any, none where it was dropped."""
-    common: dict[str, Any] = {"reward": reward, "group": place, "member": member, "finish_reason": played.finish_reason}
+    common: dict[str, Any] = {"reward": reward, "reward_parts": parts, "group": place, "member": member}
+    common["finish_reason"] = played.finish_reason
     if played.is_dropped:
         return []
     if not played.branches:
@@ -54,10 +70,12 @@ def episode_samples(
             rollout_log_probs=branch.log_probs[branch.prompt_length :],
             weight_versions=branch.weight_versions[branch.prompt_length :],
             routed_experts=branch.routed_experts,
+            support=branch.support[branch.prompt_length :],  # tokens of the prompt have none
             is_sampled=branch.is_sampled[branch.prompt_length :],
+            **(teacher_fields(teacher[number]) if teacher else {}),
             **common,
         )
-        for branch in played.branches
+        for number, branch in enumerate(played.branches)
     ]
 
 

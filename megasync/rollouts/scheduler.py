@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 
@@ -159,6 +160,17 @@ def choose_batch(
         if num_due > max(0, last_step - step) * batch_size:
             return None
     return sorted(batch)
+
+
+def choose_first(done: AbstractSet[int], owed: AbstractSet[int], batch_size: int, *, may_grow: bool = True) -> list[int] | None:
+    """As `choose_batch` where more groups have begun than a batch has, and those that are left are aborted.
+
+    `owed`: groups that were aborted once. The batch waits for them, as many as it has room for, so that none is aborted for ever.
+    """
+    waited_for = set(sorted(owed)[:batch_size])
+    if may_grow and (len(done) < batch_size or not waited_for <= done):
+        return None
+    return sorted(sorted(done, key=lambda ordinal: (ordinal not in waited_for, ordinal))[:batch_size])
 
 
 def trainable(candidates: Iterable[Candidate], step: int, max_staleness: int, batch_size: int, num_steps: int) -> set[int]:

@@ -27,7 +27,7 @@ from megasync.rollouts.events import EventThread, Result
 from megasync.rollouts.group import Group, StreamSettings
 from megasync.rollouts.progress import Progress, SavedGroup
 from megasync.rollouts.restore import restore_groups
-from megasync.rollouts.scheduler import Candidate, PrefetchController, choose_batch, num_admissible
+from megasync.rollouts.scheduler import Candidate, PrefetchController, choose_batch, choose_first, num_admissible
 from megasync.rollouts.turns import Episodes, EpisodeSettings, Player
 
 if TYPE_CHECKING:
@@ -46,21 +46,26 @@ class RolloutStream:
         note: Callable[[str], None],
         loop: asyncio.AbstractEventLoop | None = None,
         episodes: tuple[Player, EpisodeSettings] | None = None,
+        is_worth_training: Callable[[Group], bool] = lambda group: is_group_worth_training(group.own_rewards),
     ) -> None:
         """`make_group` makes the group of an ordinal, `score` gives the rewards of its samples, `note` logs a line for the user.
 
         `loop`: with a clock of its own; None: a plain one. `episodes`: where the groups have tasks, who plays them.
+        `is_worth_training`: of a group that is done, where `settings.filters_groups`.
         """
         self.settings, self.make_group, self.score, self.note = settings, make_group, score, note
+        self.is_worth_training = is_worth_training
         self.step = 0  # the next to be trained
         self.num_begun = self.num_trained = 0  # the first ordinal that was never admitted; how many groups were taken
-        self.num_filtered = 0
+        self.num_filtered = self.num_aborted = 0
         self.lead = PrefetchController(settings.max_staleness + 1)
         self._taken_seconds: float | None = None  # when the last batch was
         self._groups: dict[int, Group] = {}  # admitted, neither taken nor discarded
         self._done: set[int] = set()  # of these, groups whose samples all have their rewards
         self._again: list[int] = []  # ordinals below `num_begun` that are to be admitted again
-        self._uniform_groups: dict[int, Group] = {}  # discarded since the last batch: all of their rewards are equal
+        self._owed: set[int] = set()  # of these and of `_groups`, those that were aborted: the next batch waits for them
+        self._uniform_groups: dict[int, Group] = {}  # discarded since the last batch: not worth training
+        self.discarded: list[Group] = []  # of these, those that the last batch left out
         self._num_scoring = 0
         self._num_outside = 0
         self._failure: BaseException | None = None
@@ -73,8 +78,9 @@ class RolloutStream:
         """The result of one of the coroutines, for other threads."""
         return self.events.run(work)
 
-    def close(self) -> None:
-        self.events.close()
+    def close(self, *last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End all tasks, then run `last` on the loop, and end the thread."""
+        self.events.close(*last)
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -137,12 +143,12 @@ class RolloutStream:
         self._settle(event.group)
 
     def _settle(self, group: Group) -> None:
-        """A group that is done can be trained; but nothing is learnt from equal rewards, and another one replaces such a group,
-        as long as `filter_factor` lets it.
+        """A group that is done can be trained; but another one replaces a group that is not worth training, such as one of equal
+        rewards, as long as `filter_factor` lets it.
         """
-        if not group.is_done:
+        if not group.is_done or not group.is_wanted:
             return
-        if self.settings.filters_groups and not is_group_worth_training(group.own_rewards):
+        if self.settings.filters_groups and not self.is_worth_training(group):
             self._uniform_groups[group.key] = self._groups.pop(group.key)
             self.num_filtered += 1
         else:
@@ -170,14 +176,16 @@ class RolloutStream:
     def _fill(self) -> None:
         """Let groups begin for which there is room; those to be admitted again come first."""
         own, version = self.settings, self.dispatcher.version
-        most = self.lead.batches * own.batch_size
+        if own.oversample > 1 and self.step != version:
+            return  # what began now would be older than the step that trains it
+        most = self.lead.batches * own.num_together
         if self.step == version and (held := self.lead.num_held(own.batch_size)) and self._batch(self.step) is None:
             most -= held
         num_unreplaced = max(
             0, len(self._uniform_groups) - (own.filter_factor - 1) * own.batch_size
         )  # the next batch may lack them
         num_kept = len(self._groups) + num_unreplaced
-        room = num_admissible(num_kept, self.step, version, most, own.batch_size, own.num_steps)
+        room = num_admissible(num_kept, self.step, version, most, own.num_together, own.num_steps)
         again, self._again = self._again[:room], self._again[room:]
         first, self.num_begun = self.num_begun, self.num_begun + room - len(again)
         admitted = {ordinal: self.make_group(ordinal) for ordinal in (*again, *range(first, self.num_begun))}
@@ -206,6 +214,8 @@ class RolloutStream:
         batch = await self._wait_for(lambda: self._choose(step))
         if batch is None:
             return None
+        if self.settings.oversample > 1:
+            await self._abort_rest()
         self.step = step + 1
         self.num_trained += len(batch)
         before, self._taken_seconds = self._taken_seconds, self.events.loop.time()
@@ -215,6 +225,16 @@ class RolloutStream:
         self._fill()
         self.dispatcher.feed()
         return batch
+
+    async def _abort_rest(self) -> None:
+        """The groups that are left begin again in the next step, before any other."""
+        rest, self._groups, self._done = list(self._groups.values()), {}, set()
+        for group in rest:
+            group.is_wanted = False
+        self._owed = {group.key for group in rest}
+        self._again = sorted({*self._again, *self._owed})
+        self.num_aborted += len(rest)
+        await self.dispatcher.abort(rest)
 
     async def _wait_for(self, look: Callable[[], Result | None]) -> Result | None:
         """What `look` finds once it is not None; None once there are fewer than `min_replicas` replicas."""
@@ -249,6 +269,7 @@ class RolloutStream:
         chosen = {ordinal: self._groups.pop(ordinal) for ordinal in batch}
         spare = sorted(self._uniform_groups)[: own.batch_size - len(batch)]  # groups that teach nothing complete it
         chosen |= {ordinal: self._uniform_groups[ordinal] for ordinal in spare}
+        self.discarded = [group for ordinal, group in self._uniform_groups.items() if ordinal not in chosen]
         self._uniform_groups = {}
         return [chosen[ordinal] for ordinal in sorted(chosen)]
 
@@ -258,6 +279,8 @@ class RolloutStream:
         is_growing = len(self._done) < len(self._groups)
         if is_growing and len(self._done) < own.batch_size:
             return None
+        if own.oversample > 1:
+            return choose_first(self._done, self._owed & self._groups.keys(), own.batch_size, may_grow=is_growing)
         oldest = {ordinal: newest if group.oldest is None else group.oldest for ordinal, group in self._groups.items()}
         candidates = [Candidate(ordinal, version, ordinal in self._done) for ordinal, version in oldest.items()]
         return choose_batch(candidates, step, own.max_staleness, own.batch_size, may_grow=is_growing)
@@ -301,6 +324,7 @@ class RolloutStream:
         self.step, self._again = step, restored.again
         self.num_trained, self.num_begun = progress.num_trained, progress.num_begun or progress.num_trained
         self._groups = {group.key: group for group in restored.groups}
+        self._owed = set(restored.again)
         self.dispatcher.expected_tokens = progress.expected_tokens or self.dispatcher.expected_tokens
         self._begin([group for group in restored.groups if group.missing])
         for group in restored.groups:

@@ -13,6 +13,7 @@ placement.py   who uses shared GPUs when
 replica_start.py  Ray and vLLM start while the engine is built
 argument_check.py  whether vLLM takes the arguments of a config
 checkpoints.py the checkpoint that a run resumes from, with newer weights of the log, and those that it writes
+teacher.py     the teacher as the engine takes it; a version of the run as a folder
 ending.py      the last checkpoint and evaluation, the summary, the last lines
 rank_zero.py   work that rank 0 does for all ranks, parts that only rank 0 has, and the scatter of a batch's tokens
 step_log.py    the lines of each step: times by phase, metrics, samples

@@ -149,6 +149,7 @@ def mark(run_folder: Path, step: int, progress: Progress) -> None:
         "expected_tokens": progress.expected_tokens,
         "begun": [group.key for group in progress.groups],
         "order": None if progress.order is None else astuple(progress.order),
+        "sampler": progress.sampler,
     }
     write_atomically(run_folder / MARKER, json.dumps(fields))
 
@@ -159,7 +160,8 @@ def marked(run_folder: Path) -> tuple[int, Progress] | None:
         return None
     groups = tuple(SavedGroup(key) for key in fields["begun"])
     order = order_of(fields["order"]) if fields.get("order") else None
-    return fields["step"], Progress(fields["num_trained"], fields["num_begun"], fields["expected_tokens"], groups, order)
+    own = fields["num_trained"], fields["num_begun"], fields["expected_tokens"]
+    return fields["step"], Progress(*own, groups, order, fields.get("sampler", ""))
 
 
 def find_newer(run_folder: Path, model: Path, than: int) -> tuple[NewerWeights | None, str]:
@@ -174,13 +176,22 @@ def find_newer(run_folder: Path, model: Path, than: int) -> tuple[NewerWeights |
     step, progress = there
     folder = run_folder / CHECKPOINTS / NEWEST_WEIGHTS_FOLDER
     try:
-        folder.mkdir(parents=True)
-        save_weights(folder, VersionReader(run_folder / VERSIONS).tensors(step), Share(0), digest_tensor)
-        finish_folder(folder, model)
+        rebuild(VersionReader(run_folder / VERSIONS), step, model, folder)
     except (VersionLogError, OSError) as error:
         forget(run_folder)
         return None, f"the weights of step {step} cannot be read: {error}"
     return NewerWeights(step, progress, folder), ""
+
+
+def rebuild(log: VersionReader, version: int, model: Path, folder: Path) -> None:
+    """Write a version as a new model folder, verified by its digests, with the other files of `model`. On rank 0.
+
+    Raises:
+        VersionLogError: the log is torn, or lacks the version.
+    """
+    folder.mkdir(parents=True)
+    save_weights(folder, log.tensors(version), Share(0), digest_tensor)
+    finish_folder(folder, model)
 
 
 def forget(run_folder: Path) -> None:

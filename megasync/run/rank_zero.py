@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from engine.batch.batch import SampleTable
-from engine.sample import TOKEN_ARRAYS, Sample
+from engine.sample import TEACHER_ARRAYS, TOKEN_ARRAYS, Sample
 
 if TYPE_CHECKING:
     from engine.runtime.parallel import Layout
@@ -110,7 +110,7 @@ def flatten(table: SampleTable, indices: Sequence[int]) -> torch.Tensor:
     samples = [table.samples[index] for index in indices]
     arrays = [array for sample in samples if sample is not None for array in _arrays(sample, table)]
     sizes = chain.from_iterable(array_sizes(table, indices))
-    assert [len(array) for array in arrays] == list(sizes), "a response token has a log-prob and a version"
+    assert [len(array) for array in arrays] == list(sizes), "each token has a log-prob, a version, and a teacher's if any has"
     return torch.from_numpy(np.concatenate(arrays))
 
 
@@ -121,26 +121,39 @@ def with_tokens(table: SampleTable, indices: Sequence[int], buffer: torch.Tensor
     samples: list[Sample | None] = [None] * len(table)
     for index in indices:
         fields: dict[str, Any] = {name: next(pieces).view(dtype) for name, dtype in TOKEN_ARRAYS.items()}
+        for name in teacher_arrays(table):
+            values = next(pieces).view(TEACHER_ARRAYS[name])
+            fields[name] = values if name == "teacher_log_probs" else values.reshape(-1, table.teacher_top_k or 0)
         if table.routed is not None:
             num_rows, (*shape, dtype) = int(table.lengths[index]) - 1, table.routed
             values = next(pieces).view(dtype)
             fields["routed_experts"] = values[: num_rows * shape[0] * shape[1]].reshape(num_rows, *shape)
+        if table.support_lengths[index]:
+            fields["support"] = next(pieces)
         if table.has_mask[index]:
             fields["is_sampled"] = next(pieces).view(np.bool_)[: int(table.response_lengths[index])]
-        samples[index] = Sample(**fields, **{name: column[index].item() for name, column in table.columns.items()})
+        samples[index] = Sample(**fields, **{name: column[index].tolist() for name, column in table.columns.items()})
     return dataclasses.replace(table, samples=samples)
 
 
+def teacher_arrays(table: SampleTable) -> list[str]:
+    """Those of TEACHER_ARRAYS that the table's samples have."""
+    return list(TEACHER_ARRAYS)[: 0 if table.teacher_top_k is None else 3 if table.teacher_top_k else 1]
+
+
 def array_sizes(table: SampleTable, indices: Sequence[int]) -> list[tuple[int, ...]]:
-    """How many elements of 4 bytes each sample has of each of TOKEN_ARRAYS and, where there are any, of routed experts and of
-    the mask of sampled tokens.
+    """How many elements of 4 bytes each sample has of each of TOKEN_ARRAYS and, where there are any, of a teacher's arrays, of
+    routed experts, of its support and of the mask of sampled tokens.
     """
     lengths = zip(table.prompt_lengths[indices].tolist(), table.response_lengths[indices].tolist(), strict=True)
-    sizes: list[tuple[int, ...]] = [(prompt, response, response, response) for prompt, response in lengths]
+    of_response = [1, 1, 1, *(1 if name == "teacher_log_probs" else table.teacher_top_k or 0 for name in teacher_arrays(table))]
+    sizes: list[tuple[int, ...]] = [(prompt, *(response * each for each in of_response)) for prompt, response in lengths]
     if table.routed is not None:
         num_layers, num_chosen, dtype = table.routed
         row_bytes = num_layers * num_chosen * np.dtype(dtype).itemsize
         sizes = [(*size, -(-(size[0] + size[1] - 1) * row_bytes // 4)) for size in sizes]
+    kept = table.support_lengths[indices].tolist()
+    sizes = [(*size, number) if number else size for size, number in zip(sizes, kept, strict=True)]
     masked = table.has_mask[indices].tolist()
     return [(*size, -(-size[1] // 4)) if is_masked else size for size, is_masked in zip(sizes, masked, strict=True)]
 
@@ -149,6 +162,8 @@ def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32
     """As `array_sizes` counts them. Routed experts that are not known are 0, one expert for all, which no router chooses."""
     for name in TOKEN_ARRAYS:
         yield getattr(sample, name).view(np.int32)
+    for name in teacher_arrays(table):
+        yield np.ascontiguousarray(getattr(sample, name)).reshape(-1).view(np.int32)
     if table.routed is not None:
         num_layers, num_chosen, dtype = table.routed
         num_bytes = (sample.num_tokens - 1) * num_layers * num_chosen * np.dtype(dtype).itemsize
@@ -156,6 +171,8 @@ def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32
         if len(sample.routed_experts):
             padded[:num_bytes] = np.ascontiguousarray(sample.routed_experts).reshape(-1).view(np.uint8)
         yield padded.view(np.int32)
+    if len(sample.support):
+        yield sample.support
     if len(sample.is_sampled):
         padded = np.zeros(-(-len(sample.is_sampled) // 4) * 4, np.uint8)
         padded[: len(sample.is_sampled)] = sample.is_sampled

@@ -51,7 +51,12 @@ class RolloutSession(Session):
         publisher = build_publisher(source, self.pool.here, config)
         ends.callback(publisher.close)
         first = self.first_progress, self.first_step
-        self.rollouts = RankZeroPart(lambda: Rollouts(config, of_rank_zero(self.pool.here), of_rank_zero(data), self.log, *first))
+        teachers = RankZeroPart(lambda: of_rank_zero(replica_start).finish_teachers(self.log.note)).here
+        judges = RankZeroPart(lambda: of_rank_zero(replica_start).finish_judges(self.log.note)).here or {}
+        served = teachers, judges
+        self.rollouts = RankZeroPart(
+            lambda: Rollouts(config, of_rank_zero(self.pool.here), of_rank_zero(data), self.log, *first, *served)
+        )
         if self.rollouts.here is not None:
             ends.callback(self.rollouts.here.close)
         scaling: RankZeroPart[Scaling] | None = None

@@ -18,6 +18,7 @@ import psutil
 from engine.engine import Engine
 from engine.runtime import parallel
 from engine.sample import RolloutSampling
+from megasync.checks.own_functions import own_functions
 from megasync.checks.unused import unused_keys
 from megasync.config.files import is_asked_to_stop
 from megasync.config.schema import Config
@@ -30,6 +31,7 @@ from megasync.run.checkpoints import Checkpoints
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.rank_zero import on_rank_zero
 from megasync.run.step_log import StepLog, StepTimer
+from megasync.run.teacher import teacher_choice
 from megasync.run.weights import Weights
 
 
@@ -61,6 +63,8 @@ class Session(ABC):
             num_steps=config.run.steps,
             sampling=RolloutSampling(config.rollout.temperature, config.rollout.max_sampled_tokens),
             seed=config.run.seed,
+            own=own_functions(config),
+            teacher=teacher_choice(config),
             **self.checkpoints.engine_arguments(),
         )
         resumed = self.checkpoints.restore(self.engine)

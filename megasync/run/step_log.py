@@ -27,9 +27,11 @@ from engine.minibatch import MiniBatch
 from engine.runtime import memory
 from engine.sample import Sample
 from megasync.config.schema import Config
+from megasync.report.callbacks import StepResult, call_back, resolve_callbacks
 from megasync.report.log import TRAINING_DEVICE, RunLog
 from megasync.rollouts.requests import rows_of_first_members, with_trainer_log_probs
 from megasync.rollouts.rollout import RolloutBatch
+from megasync.run.rank_zero import on_rank_zero
 
 PHASES = ("rollout", "log_probs", "train", "sync", "evaluation", "checkpoint")
 OF_GENERATION = ("rollout", "sync")
@@ -118,18 +120,27 @@ class StepLog:
     ) -> None:
         self.config, self.engine, self.log, self.timer = config, engine, log, timer
         self.first_step, self.is_writer = first_step, is_writer
+        self.callbacks = dict(zip(config.run.callbacks, resolve_callbacks(config.run.callbacks), strict=True))
         self._lines: list[dict[str, Any]] = []  # for samples.jsonl, of the step that is trained
         self._in_training: dict[str, float] = {}  # memory of a device that replicas share, while they sleep
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """The step's line in metrics.jsonl. Not collective."""
+        """The step's line in metrics.jsonl; then the callbacks. Collective.
+
+        Raises:
+            RankZeroError: a callback raised; on every rank.
+        """
         times = self.timer.flush(generates=self.config.algorithm.name == "grpo")
         seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
         times["train/tokens_per_second"] = metrics.get("train/response_tokens", 0.0) / seconds
         is_first, uses_kernels = step == self.first_step, self.engine.use_fused and not self.config.model.exact
         if is_first and uses_kernels and (problem := fused.problem()):
             self.log.note(problem)
-        self.log.step(step + 1, {"version": step + 1, **metrics, **times, **memory.memory_metrics(), **self._in_training})
+        line = {"version": step + 1, **metrics, **times, **memory.memory_metrics(), **self._in_training}
+        self.log.step(step + 1, line)
+        if self.callbacks:
+            result = StepResult(step + 1, line, self.config.run.folder, self.config)
+            on_rank_zero(lambda: call_back(self.callbacks, result))
 
     def compare(self, step: int, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> dict[str, float]:
         """With model.exact the function of this name on the step's batch, on rank 0; else nothing. Collective."""

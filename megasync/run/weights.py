@@ -79,8 +79,8 @@ def uses_ipc(config: Config) -> bool:
     return resolve_transport(config.sync.transport, shares_devices=config.rollout.is_colocated) == "ipc"
 
 
-def build_exporter(engine: Engine, *, on_all_ranks: bool = False) -> Exporter:
-    """The weights of this rank's pipeline stage as Hugging Face tensors."""
+def build_exporter(engine: Engine, *, on_all_ranks: bool = False, is_in_place: bool | None = None) -> Exporter:
+    """The weights of this rank's pipeline stage as Hugging Face tensors. `is_in_place`: false where adapters' scale changes."""
     layout = engine.layout
     return Exporter(
         engine.whole_parameters,
@@ -93,7 +93,7 @@ def build_exporter(engine: Engine, *, on_all_ranks: bool = False) -> Exporter:
             expert_group=parallel.expert_group(),
             expert_data_rank=layout.expert_data_rank,
         ),
-        is_in_place=engine.wrapped.is_in_place,
+        is_in_place=engine.wrapped.is_in_place if is_in_place is None else is_in_place,
         on_all_ranks=on_all_ranks,
     )
 

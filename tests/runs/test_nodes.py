@@ -24,7 +24,7 @@ import yaml
 
 from megasync.launch.ray_cluster import WORKER_ENVIRONMENT, NO_DRAINING
 from megasync.launch.preflight import flat
-from tests.runs.train_cases import exact, launch, metrics, train, write_config
+from tests.runs.train_cases import exact, launch, metrics, train, write_config, write_supervised_config
 from tests.support.nodes import Node, nodes, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,11 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a Ray."""
-    path = write_config(tmp_path_factory.mktemp("sft"), algorithm={"name": "sft", "num_minibatches": 1})
-    values = yaml.safe_load(path.read_text())
-    del values["rollout"]
-    path.write_text(yaml.safe_dump(values))
-    return path
+    return write_supervised_config(tmp_path_factory.mktemp("sft"))
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,15 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
+def write_supervised_config(folder: Path) -> Path:
+    """A run without a Ray."""
+    path = write_config(folder, algorithm={"name": "sft", "num_minibatches": 1})
+    values = yaml.safe_load(path.read_text())
+    del values["rollout"]
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
 def environment(config: Path, **more: str) -> dict[str, str]:
     """This process's. Its TMPDIR, unless `more` has one, is so long that no socket's path below it would be short enough."""
     folder = config.parent / "such-a-long-folder-for-temporary-files-as-batch-systems-make-for-each-of-their-jobs"

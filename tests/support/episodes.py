@@ -22,7 +22,7 @@ from megasync.episodes.task import Result, Task
 from examples.clients import openai_client
 
 
-async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each kind
+async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0911, PLR0912, PLR0915 - one for each kind
     """Two turns with a tool between them, unless the prompt asks for something else."""
     kind, _, option = task.prompt.partition(" ")
     first = await model.complete(task.prompt_ids)
@@ -71,6 +71,10 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0911, PLR091
             await model.complete([10**6])
         case "nothing":
             await model.complete([])
+        case "rests":
+            for _ in range(3):
+                await asyncio.sleep(float(option))
+                await model.complete(task.prompt_ids)
         case "endless":
             ids = [*task.prompt_ids, *first.token_ids]
             while True:

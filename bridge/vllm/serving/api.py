@@ -20,7 +20,8 @@ from typing import Any
 from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.vllm.exact import register as exact
-from bridge.vllm.serving import patches, routing
+from bridge.vllm.serving import multicast, patches, routing
+from bridge.vllm.serving.requests import MAX_LOG_PROBS
 from bridge.vllm.weights import adapter as vllm_adapter
 from bridge.vllm.weights import latent
 
@@ -158,7 +159,9 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
         "worker_extension_cls": "bridge.receive.receiver.WorkerExtension",
     }
     arguments |= _optional_arguments(config, arguments["enforce_eager"])
-    return arguments | config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
+    arguments |= config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
+    has_workers = config.tensor_parallel > 1 and torch.cuda.is_available()
+    return multicast.without_fusion(arguments) if has_workers and not multicast.is_available() else arguments
 
 
 def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str, Any]:
@@ -175,6 +178,8 @@ def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str,
         arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
     if config.returns_experts:
         arguments |= routing.engine_arguments()
+    if config.returns_support:
+        arguments["max_logprobs"] = MAX_LOG_PROBS
     if config.shares_devices and torch.cuda.is_available():
         arguments["enable_sleep_mode"] = True
     if config.adapter_rank:
@@ -189,22 +194,16 @@ def noticing_failure(read_log: Callable[[], str]) -> Iterator[None]:
     The client waits for a message of the core or for its end (v1/engine/utils.py), which a core that is held up in its exit,
     by CUDA or by threads of its own, gives neither of.
     """
-    over = threading.Event()
 
-    def watch() -> None:
+    def watch(over: threading.Event) -> None:
         while not over.wait(1.0):
             if START_FAILURE in read_log():
                 if not over.wait(FAILED_START_SECONDS):
                     processes.end_descendants(os.getpid())
                 return
 
-    thread = threading.Thread(target=watch, name="watch-start", daemon=True)
-    thread.start()
-    try:
+    with processes.watched(watch, "watch-start"):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def stop_engine(engine: Any, timeout: float) -> None:

@@ -24,6 +24,7 @@ OWN_KEYS = {  # fields that a key of a run's config sets
     "enforce_eager": "rollout.enforce_eager",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.kv_cache_bytes",
+    "max_logprobs": "algorithm.support_replay",
     "max_lora_rank": "engine.lora.rank",
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",

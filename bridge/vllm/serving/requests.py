@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bridge.generation import NO_EXPERTS, Completion, GenerationRequest
+from bridge.generation import MAX_SUPPORT, NO_EXPERTS, NO_SUPPORT, Completion, GenerationRequest, ScoreRequest, TokenScores
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.vllm.serving import routing
 from bridge.vllm.weights import adapter as vllm_adapter
 
 SEED_MASK = 2**63 - 1
+MAX_LOG_PROBS = 2 * MAX_SUPPORT  # of a token, for its support: twice `top_k`, since others may tie with the last one
 
 
 def mix_seed(seed: int, sample: int) -> int:
@@ -39,6 +40,7 @@ async def core_requests(
     version: int,
     with_adapter: bool = False,
     returns_experts: bool = False,
+    returns_support: bool = False,
 ) -> list[Any]:
     """vLLM's EngineCoreRequests of samples by id: checked once, then copied, as vLLM does (v1/engine/parallel_sampling.py:55).
 
@@ -58,6 +60,8 @@ async def core_requests(
     adapter = vllm_adapter.request(with_adapter)
     with value_errors():
         parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
+        if returns_support and request.temperature > 0:
+            parameters.logprobs = min(2 * request.top_k, MAX_LOG_PROBS, size)
         made = engine.input_processor.process_inputs("", prompt, parameters, supported_tasks=tasks, lora_request=adapter)
     found = []
     for name, sample in samples.items():
@@ -109,7 +113,7 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
         stop=list(request.stop),
         ignore_eos=True,
         logprobs=0,
-        prompt_logprobs=0 if request.max_new_tokens == 0 else None,
+        prompt_logprobs=request.num_top if isinstance(request, ScoreRequest) else None,
         flat_logprobs=True,
         detokenize=bool(request.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -117,10 +121,13 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
     )
 
 
-def prompt_log_probs(output: Any) -> npt.NDArray[np.float32]:
-    """The log-probs of a prompt's tokens, which the request must ask for; the first token has none."""
-    log_probs = output.prompt_logprobs
-    return np.array(log_probs.logprobs, np.float32)[log_probs.start_indices[1:]]  # type: ignore[no-any-return]
+def token_scores(output: Any, num_top: int) -> TokenScores:
+    """Of a prompt's tokens, from the output of a ScoreRequest: at each place the token itself comes first, then the top ones."""
+    flat = output.prompt_logprobs
+    shape = len(flat.start_indices) - 1, num_top + 1
+    log_probs = np.array(flat.logprobs, np.float32).reshape(shape)
+    ids = np.array(flat.token_ids, np.int32).reshape(shape)
+    return TokenScores(log_probs[:, 0].copy(), ids[:, 1:].copy(), log_probs[:, 1:].copy())
 
 
 def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = NO_EXPERTS) -> Completion:
@@ -137,4 +144,16 @@ def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, r
     begin = 0
     for end, former in marks:
         versions[begin:end], begin = former, end
-    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts)
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts, _support(sample.logprobs))
+
+
+def _support(log_probs: Any) -> npt.NDArray[np.int32]:
+    """See Completion.support. Of each token vLLM gives itself and the most likely ones, -inf where the sampler left one out."""
+    firsts, ids = np.array(log_probs.start_indices), np.array(log_probs.token_ids, np.int32)
+    if len(ids) == len(firsts):
+        return NO_SUPPORT  # it was not asked for
+    owner = np.repeat(np.arange(len(firsts)), np.array(log_probs.end_indices) - firsts)
+    is_kept = np.isfinite(np.array(log_probs.logprobs)) & (ids != ids[firsts][owner])
+    is_kept[firsts] = True
+    counts = np.bincount(owner[is_kept], minlength=len(firsts))
+    return np.concatenate([counts.astype(np.int32), ids[is_kept]])

@@ -76,6 +76,7 @@ def _keys_of(chart: Chart, keys: Sequence[str], drawn: set[str]) -> list[str]:
     found = [wanted for wanted in chart.keys if wanted in keys]
     for begin, _, end in (wanted.partition("*") for wanted in chart.keys if "*" in wanted):
         alike = [key for key in keys if key.startswith(begin) and key.endswith(end) and key not in (*drawn, *found)]
+        alike = [key for key in alike if "/" not in key[len(begin) : len(key) - len(end)]]
         found += [key for key in alike if (row := metric(key)) is not None and row.key != key]
     return found
 

@@ -20,7 +20,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.files import CHECKPOINTS, VERSIONS, lock_holder
 from megasync.config.schema import Config
 from megasync.launch.machine import Finding, check_shared_memory, free_bytes, installed, segment_bytes
-from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus
+from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus, num_teacher_gpus
 from megasync.models.tensors import num_parameters
 from megasync.tools.doctor import gpus, network, software, system
 from megasync.tools.doctor.environment import Place, check_environment
@@ -95,7 +95,7 @@ def gpu_use(config: Config | None, num_ranks: int | None, num_visible: int) -> g
     """Of a config whose replicas are in a Ray of others nobody here knows which GPUs it uses."""
     if config is None or config.rollout.ray_address != "local":
         return gpus.GpuUse(min(1, num_visible))
-    replica_gpus = num_replica_gpus(config)
+    replica_gpus = num_replica_gpus(config) + num_teacher_gpus(config)
     share = config.rollout.gpu_memory_utilization if config.algorithm.name == "grpo" else 0.0
     return gpus.GpuUse(num_ranks or max(1, num_visible - replica_gpus), replica_gpus, share, config.rollout.is_colocated)
 

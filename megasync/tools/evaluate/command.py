@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasync.checks.judges import check_judges
 from megasync.config.data_section import EvalSet
-from megasync.config.errors import main_errors, refuse_if
+from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.schema import Config
 from megasync.data.data import load_examples
 from megasync.data.load import RunData, load_data
@@ -101,6 +102,10 @@ def prepared(source: Source, given: argparse.Namespace) -> tuple[Config, RunData
         load_examples(given.data, *keys, split=given.split, split_key="--split", is_supervised=is_supervised)
     options.check_servable(config)
     resolve_rewards(config.rollout.reward)
+    check_judges(config)
+    for name in config.pooled_judges:
+        remedy = f"serve it with `vllm serve`, and write judges.{name}.path= judges.{name}.endpoint=http://HOST:PORT/v1"
+        raise ConfigError(f"judges.{name}.path = {config.judges[name].path}: only a run starts a judge's replicas", remedy=remedy)
     require_packages(config.rollout.reward)
     if not options.has_default_length(source, given):
         return config, load_data(config, trains=False)

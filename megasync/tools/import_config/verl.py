@@ -8,6 +8,8 @@ from typing import Any
 from megasync.tools.import_config.carried import Given, NotCarriedError, Rule, count, quotient, read_with_another, same
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
+ADVANTAGES = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gdpo")
 OVERLONG, CORRECTION = "reward_model.reward_kwargs.overlong_buffer_cfg.", "algorithm.rollout_correction."
 READ_WITH_ANOTHER = (  # rules of other keys read these
     "data.val_max_samples", *(f"{ROLLOUT}val_kwargs.{name}" for name in ("do_sample", "n", "temperature", "top_p", "top_k")),
@@ -91,9 +93,11 @@ def kl(_: Any, given: Given) -> dict[str, Any]:
 
 
 def kl_kind(value: Any, given: Given) -> dict[str, Any]:
-    if given.get(f"{ACTOR}use_kl_loss") and value not in ("low_var_kl", "k3"):
-        raise NotCarriedError("the KL in the loss is the k3 estimate, low_var_kl of verl")
-    return {}
+    if not given.get(f"{ACTOR}use_kl_loss"):
+        return {}
+    if value not in KL_KINDS:
+        raise NotCarriedError("the KL in the loss is an estimate k2 or k3: mse or low_var_kl of verl")
+    return {"algorithm.kl_estimator": KL_KINDS[value]}
 
 
 def clip(_: Any, given: Given) -> dict[str, Any]:
@@ -105,8 +109,10 @@ def clip(_: Any, given: Given) -> dict[str, Any]:
 
 
 def estimator(value: Any, given: Given) -> dict[str, Any]:
+    if value in ADVANTAGES:
+        return {"algorithm.name": "grpo", "algorithm.advantage": value}
     if value not in ("grpo", "rloo"):
-        raise NotCarriedError("advantages are those of a group: grpo, or rloo")
+        raise NotCarriedError(f"of advantages there are grpo, rloo and {', '.join(ADVANTAGES)}")
     if value == "rloo":
         return {"algorithm.name": "grpo", "algorithm.baseline": "leave_one_out", "algorithm.normalize_advantage_by_std": False}
     return {

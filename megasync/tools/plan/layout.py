@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.launch.devices import gpu_names, visible_devices
-from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks, num_replica_gpus
+from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks, num_replica_gpus, num_teacher_gpus
 from megasync.tools.plan.hardware import Hardware, hardware, kind_of
 from megasync.tools.plan.lengths import PROMPT_TOKENS, lengths_of_data, mean_response_tokens, quantiles
 
@@ -55,7 +55,8 @@ def _num_ranks(config: Config, num_gpus: int | None, kind: str) -> int:
     fewest = parallel.tensor * parallel.pipeline * math.lcm(parallel.context, parallel.expert)
     if kind == "cpu":
         return num_gpus or max(NUM_CPU_RANKS, fewest)
-    return default_num_ranks(config, num_gpus or len(visible_devices()) or fewest + num_replica_gpus(config))
+    beside = num_replica_gpus(config) + num_teacher_gpus(config)
+    return default_num_ranks(config, num_gpus or len(visible_devices()) or fewest + beside)
 
 
 @dataclass(frozen=True)

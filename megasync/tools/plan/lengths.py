@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasync.config.data_section import DataFile
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.data.data import load_examples
@@ -27,7 +28,9 @@ def lengths_of_data(config: Config) -> list[tuple[int, int]]:
     """Tokens of prompt and answer of the first examples of data.train; empty where it or the tokenizer cannot be read."""
     data = config.data
     try:
-        examples = load_examples(data.train, data.prompt_key, data.answer_key, split=data.split, is_supervised=True)
+        file = next(iter(data.train_sources.values()), None) or DataFile(path=str(data.train), split=data.split)
+        keys = file.prompt_key or data.prompt_key, file.answer_key or data.answer_key
+        examples = load_examples(file.path, *keys, split=file.split, is_supervised=True)
         prompts = Prompts(config.model.path, data)
         samples = [sample for example in itertools.islice(examples, PLANNED_EXAMPLES) for sample in prompts.samples(example)]
     except (ValueError, OSError):

@@ -14,6 +14,7 @@ from typing import Any
 
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
+from megasync.launch.num_ranks import num_teacher_gpus
 from megasync.models.folder import model_shape
 from megasync.models.model_shape import ModelShape
 from megasync.report.log import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK
@@ -65,7 +66,7 @@ class Plan:
     def num_devices(self) -> int:
         rollout = self.config.rollout
         own = 0 if self.worker is None or rollout.is_colocated else rollout.replicas * rollout.tensor_parallel
-        return self.request.num_ranks + own
+        return self.request.num_ranks + own + num_teacher_gpus(self.config)
 
     @property
     def version_log_bytes(self) -> int:
@@ -178,7 +179,7 @@ def _with_seconds(plan: Plan, shape: ModelShape, model: times.Multiplications) -
     train, alone = times.train_seconds(on, counts)
     is_grpo = algorithm.name == "grpo"
     passes = int(is_grpo and (algorithm.steps_per_batch > 1 or algorithm.old_log_probs == "separate"))
-    passes += (is_grpo and algorithm.kl_coefficient > 0) + algorithm.log_router_gap
+    passes += (is_grpo and algorithm.kl_coefficient > 0) + algorithm.log_router_gap + config.teacher.is_in_trainer
     parts = {
         "train": train * algorithm.num_passes,
         "optimizer": times.optimizer_seconds(on, counts) * algorithm.num_passes,

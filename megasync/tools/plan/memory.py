@@ -16,6 +16,7 @@ from engine.checkpoint.state import MAX_FILE_BYTES
 from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
+from megasync.config.teacher_section import START
 from megasync.tools.plan import version_log
 from megasync.tools.plan.hardware import Hardware, num_bytes
 from megasync.tools.plan.layout import Grid, Work
@@ -27,7 +28,7 @@ RESERVED_SHARE = 0.02  # of allocated bytes, that torch's allocator reserves bes
 HEAP_HOLES = 0.45  # of activations, on a CPU: malloc's heap keeps them where sizes differ from step to step
 OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12, "float16": 12}  # Adam's moments, and main weights in float32
 OFFLOADED = {  # parts by the values of rollout.offload_trainer
-    "parameters": ("weights", "embeddings, gathered", "reference"),
+    "parameters": ("weights", "embeddings, gathered", "reference", "teacher"),
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
 }
@@ -99,6 +100,8 @@ def stage_memory(
         state["embeddings, gathered"] = counts.output * DTYPE_BYTES[dtype]
     if is_grpo and config.algorithm.kl_coefficient > 0 and not engine.lora.rank:
         state["reference"] = state["weights"] + state.get("embeddings, gathered", 0)
+    if config.teacher.is_frozen_model and not (config.teacher.version == START and (engine.lora.rank or "reference" in state)):
+        state["teacher"] = state["weights"] + state.get("embeddings, gathered", 0)
     passes = {"activations": found.held, "logits and temporaries": found.peak - found.held}
     if gathers:
         passes = sharded_passes(counts, found, engine, dtype)

@@ -13,6 +13,7 @@ KEYS = {  # that shrink a part of memory
     "gradients": "engine.wrap=megatron_fsdp, engine.gradient_dtype, engine.lora.rank, engine.parallel",
     "optimizer": "more GPUs, engine.optimizer.offload, engine.lora.rank",
     "reference": "engine.lora.rank, algorithm.kl_coefficient=0",
+    "teacher": "engine.lora.rank with teacher.adapter_path, teacher.place=replicas",
     "activations": "engine.recompute, engine.tokens_per_microbatch, engine.parallel",
     "logits and temporaries": "engine.logits_chunk_tokens, engine.tokens_per_microbatch, engine.parallel",
     "layers, gathered": "engine.overrides.suggested_communication_unit_size",

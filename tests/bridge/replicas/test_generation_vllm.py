@@ -46,7 +46,7 @@ def pool(folders: list[Path]):
     stop_ray = start_ray("local")
     config = ReplicaConfig(
         str(folders[0]), "float32", max_model_len=256, max_num_seqs=16, kv_cache_bytes=2**26, on_update="continue",
-        returns_experts=True, detokenizes=True, engine_arguments=ARGUMENTS,
+        returns_experts=True, returns_support=True, detokenizes=True, engine_arguments=ARGUMENTS,
     )  # fmt: skip
     pool = OpenPool.start(config, 1)
     yield pool
@@ -90,6 +90,24 @@ def test_log_probs_are_those_of_the_tokens_that_are_left(pool, folders: list[Pat
         drawn = torch.tensor(completion.token_ids, dtype=torch.int64)[:, None]
         torch.testing.assert_close(torch.tensor(completion.log_probs), kept.gather(-1, drawn)[:, 0], atol=1e-4, rtol=0)
         assert (kept.gather(-1, drawn) > plain.gather(-1, drawn)).all()
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 8, "top_p": 0.8}, {"top_k": 3}, {"top_k": 16, "min_p": 0.3}, {"top_k": 40}])
+def test_kept_tokens_are_those_that_the_filters_leave(pool, folders: list[Path], cut: dict[str, float]) -> None:
+    """Their probabilities add up to 1 over them alone, so that the sampled one's log-prob is vLLM's."""
+    model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    for completion in generate(pool, num_samples=3, temperature=0.5, stop=("never",) if "min_p" in cut else (), **cut):
+        number = len(completion.token_ids)
+        ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
+        plain = (model(ids).logits[0, len(PROMPT) - 1 : -1] / 0.5).log_softmax(-1)
+        ends = np.cumsum([number, *completion.support[:number]])
+        assert ends[-1] == len(completion.support) and completion.support[:number].max() <= cut["top_k"]
+        for place, row in enumerate(plain):
+            kept = torch.tensor(completion.support[ends[place] : ends[place + 1]], dtype=torch.int64)
+            assert set(kept.tolist()) == set(row.topk(len(kept)).indices.tolist()), "the most likely ones"
+            token = int(completion.token_ids[place])
+            assert abs(float(row[token] - row[kept].logsumexp(0)) - completion.log_probs[place]) < 1e-4
+    assert not generate(pool)[0].support.size, "without top_k nothing is known"
 
 
 def test_what_vllm_refuses_of_a_request_is_a_value_error(pool) -> None:

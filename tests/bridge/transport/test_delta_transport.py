@@ -191,6 +191,16 @@ def test_a_pass_that_broke_off_is_no_base() -> None:
     later.close()
 
 
+def test_a_reader_that_took_no_part_in_a_pass_gets_whole_buckets() -> None:
+    """As a replica that was out of service for a sync: its bytes are those of a version before."""
+    sender, always, sometimes = Store(), Store(), Store()
+    for version, readers in ((1, [always, sometimes]), (2, [always]), (3, [always, sometimes])):
+        link = Link(sender, readers)
+        assert is_version(link.send(version), version)
+        assert (link.writer.sent_bytes >= STAGE.manifest.total_bytes) == (version != 2)
+        link.close()
+
+
 @settings(deadline=None, max_examples=20)
 @given(SPECS_OF_ANY.filter(len), st.integers(ALIGNMENT_BYTES, 4000), st.integers(0, 2**16))
 def test_a_source_arrives_bit_for_bit_pass_after_pass(specs: list[tuple[str, list[int]]], bucket_bytes: int, seed: int) -> None:

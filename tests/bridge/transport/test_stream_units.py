@@ -22,7 +22,6 @@ from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import ITEM_BYTES
 from bridge.messages import BeginSync, SyncError
-from bridge.processes import host_identity
 from bridge.replicas.generator import Generator
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
@@ -30,6 +29,7 @@ from bridge.send.sender import StageSender
 from bridge.transport.open import abort_endpoints, open_reader, open_writer
 from bridge.transport.segment import FOLDER, PREFIX
 from tests.support.manifests import SPECS, soon, stage_of
+from tests.support.pools import ReadingPool
 from tests.support.sources import DictSource
 
 CPU = torch.device("cpu")
@@ -44,13 +44,8 @@ def test_a_misspelt_verification_starts_nothing() -> None:
     assert source.num_given == 0
 
 
-class LostPool:
+class LostPool(ReadingPool):
     """Replicas of which neither a sync nor the way out of it hears."""
-
-    reader_names, reader_numbers = ("replica 0 worker 0",), (0,)
-
-    def reader_hosts(self) -> list[str]:
-        return [host_identity()]
 
     def pause(self) -> None:
         raise RuntimeError("the replicas do not answer")
@@ -60,33 +55,21 @@ class LostPool:
 
 
 def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
-    publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool(), SyncConfig(transport="shm"))
+    publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool({}), SyncConfig(transport="shm"))
     with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
         publisher.publish(1)
     assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*"))
 
 
-class LateLostPool(LostPool):
+class LateLostPool(ReadingPool):
     """A replica whose actor is gone once it has paused: who looks after it has taken it out, or Ray is gone."""
 
     def __init__(self, error: Exception) -> None:
+        super().__init__({})
         self.error = error
 
-    def pause(self) -> None:
-        """It has nothing to do."""
-
-    def begin(self, _message: BeginSync) -> list[str]:
-        return []
-
-    def receive(self, _message: BeginSync) -> list[object]:
+    def receive(self, _message: BeginSync) -> list[threading.Thread]:
         raise self.error
-
-    def raise_if_failed(self, refs: list[object], _seconds: float = 0.0) -> list[int]:
-        assert refs, "nobody is asked to receive"
-        return []
-
-    def abort(self, timeout: float) -> tuple[list[int], list[int]]:
-        return [0], []
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ConnectionError])
@@ -97,6 +80,36 @@ def test_a_replica_that_is_lost_after_its_pause_ends_the_sync_on_all_ranks(kind:
     with pytest.raises(SyncError, match="replica 0 is not there") as caught:
         publisher.publish(1)
     assert caught.value.failed_replicas == (0,) and source.num_given == 5
+
+
+TENSORS = {f"tensor {number}": torch.full((8,), float(number)) for number in range(5)}
+DIGESTS = {name: digest_value(tensor) for name, tensor in TENSORS.items()}
+
+
+def publisher_to(pool: ReadingPool, timeout_seconds: float = 60.0) -> Publisher:
+    return Publisher(DictSource(TENSORS), pool, SyncConfig(transport="shm", timeout_seconds=timeout_seconds))
+
+
+@pytest.mark.parametrize(("verify", "is_verified"), [("none", False), ("digest", True), ("readback", True)])
+def test_workers_compare_digests_unless_nothing_is_to_be_verified(verify: str, is_verified: bool) -> None:
+    pool = ReadingPool(DIGESTS)
+    publisher = publisher_to(pool)
+    report = publisher.publish(7, verify=verify)
+    assert (pool.version, report.verified, pool.messages[0].verify) == (7, is_verified, is_verified)
+    publisher.close()
+
+
+@pytest.mark.parametrize("wrong", [{}, {"tensor 3": 1}])
+def test_a_tensor_that_is_missing_or_other_at_the_read_back_is_named(wrong: dict[str, int]) -> None:
+    held = {name: digest for name, digest in DIGESTS.items() if name != "tensor 3"} | wrong
+    with pytest.raises(SyncError, match=r"replica 0 holds other values than were sent in tensor 3$"):
+        publisher_to(ReadingPool(held)).publish(1, verify="readback")
+
+
+@pytest.mark.timeout(60)
+def test_a_replica_that_never_ends_loading_is_named_at_the_deadline() -> None:
+    with pytest.raises(SyncError, match=r"deadline passed \(sync.timeout_seconds\).*by replica 0"):
+        publisher_to(ReadingPool(DIGESTS, ends=False), timeout_seconds=0.5).publish(1)
 
 
 @settings(deadline=None, max_examples=30)
@@ -167,28 +180,22 @@ def test_a_source_that_takes_anothers_place_may_have_its_tensors_elsewhere(part_
     writer.close()
 
 
-def test_a_source_is_drained_after_an_error() -> None:
-    source = DictSource({f"t{i}": torch.full((64,), float(i)) for i in range(20)})
-    stage = stage_of(source.manifest(), 256)
-    writer = open_writer("shm", stage, ["a", "b"], [0, 1])
-    abort_endpoints([writer.endpoint], "replica 1 worker 0: no memory")
-    result = StageSender(source, stage, writer).run(soon(), lambda: None, "digest")
-    assert "no memory" in result.problem
-    assert source.num_given == 20
-    writer.close()
-
-
-def test_a_source_is_drained_whatever_the_check_raises() -> None:
+@pytest.mark.parametrize("fails", ["endpoint", "check"])
+def test_a_source_is_drained_after_an_error_of_any_kind(fails) -> None:
     """Other ranks of its stage are in the source's collectives."""
     source = DictSource({f"t{i}": torch.full((64,), float(i)) for i in range(20)})
     stage = stage_of(source.manifest(), 256)
     writer = open_writer("shm", stage, ["a", "b"], [0, 1])
+    if fails == "endpoint":
+        abort_endpoints([writer.endpoint], "replica 1 worker 0: no memory")
 
     def check() -> None:
-        raise ConnectionError("Ray is gone")
+        if fails == "check":
+            raise ConnectionError("Ray is gone")
 
     result = StageSender(source, stage, writer).run(soon(), check, "digest")
-    assert result.problem == "ConnectionError: Ray is gone"
+    assert result.problem is not None
+    assert "no memory" in result.problem if fails == "endpoint" else result.problem == "ConnectionError: Ray is gone"
     assert source.num_given == 20
     writer.close()
 

@@ -44,6 +44,11 @@ def runnable(tmp_path: Path) -> Path:
         (["algorithm.truncated=mask", "algorithm.overlong_buffer=5"], "write algorithm.truncated=penalise"),
         (["algorithm.truncated=penalise", "algorithm.overlong_buffer=0"], "write for example algorithm.overlong_buffer=204"),
         (["algorithm.truncated=penalise", "algorithm.overlong_buffer=1024"], "below rollout.max_new_tokens = 1024"),
+        (["algorithm.support_replay=true", "rollout.top_k=0"], "allowed: 1 to 256"),
+        (["algorithm.support_replay=true", "rollout.top_k=257"], "write for example rollout.top_k=64"),
+        (["rollout.max_staleness=1", "rollout.oversample=1.5"], "rollout.max_staleness = 1: prompts are aborted"),
+        (["rollout.episode=examples.calculator:episode", "rollout.oversample=2"], "needs:  rollout.max_staleness=0, and no"),
+        (["algorithm.name=sft", "data.sampler=difficulty"], "write algorithm.name=grpo"),
     ],
 )  # fmt: skip
 def test_objectives_that_make_no_sense_are_refused(runnable: Path, overrides: list[str], words: str) -> None:

@@ -317,7 +317,7 @@ def test_no_key_is_suggested_that_is_not_alike(empty: Path, key: str) -> None:
         ("critic.optim.gamma_lam.lam", "no critic"), ("critic.optim.lr", "no critic"), ("critic.model.path", "no critic"),
         ("reward_model.model.path", "rollout.reward"), ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coefficient"),
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size", "rollout.replicas"),
-        ("entropy_target", "no entropy term"), ("trainer.project_name", "WANDB_PROJECT"),
+        ("entropy_target", "algorithm.entropy_coefficient"), ("trainer.project_name", "WANDB_PROJECT"),
     ],
 )  # fmt: skip
 def test_names_without_a_key_here_get_advice(empty: Path, key: str, advice: str) -> None:

@@ -32,11 +32,11 @@ VERL = {
     "actor_rollout_ref.actor.use_dynamic_bsz": "always packed without padding",
     "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_coefficient",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coefficient",
-    "actor_rollout_ref.actor.kl_loss_type": "the k3 estimate",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.loss_aggregation",
-    "actor_rollout_ref.actor.entropy_coeff": "no entropy term",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coefficient",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.num_passes",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "placement=colocated, rollout.offload_trainer",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "engine.optimizer.offload",
@@ -52,7 +52,7 @@ VERL = {
     "actor_rollout_ref.ref.fsdp_config.param_offload": "reference model",
     "algorithm.adv_estimator": "algorithm.name",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_advantage_by_std",
-    "algorithm.use_kl_in_reward": "algorithm.kl_coefficient adds",
+    "algorithm.use_kl_in_reward": "algorithm.kl_in=reward takes",
     "custom_reward_function.path": "rollout.reward",
     "custom_reward_function.name": "rollout.reward",
     "trainer.total_epochs": "run.steps =",
@@ -147,7 +147,11 @@ def test_every_name_of_the_table_is_there_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"), [("gspo", "preset=gspo"), ("DAPO", "preset=dapo"), ("cispo", "how_a_step_works.md"), ("ppo", "no critic")]
+    ("name", "remedy"),
+    [
+        *(("gspo", "preset=gspo"), ("DAPO", "preset=dapo"), ("cispo", "preset=cispo"), ("remax", "advantage=remax")),
+        *(("dpo", "how_a_step_works.md"), ("ppo", "no critic")),
+    ],
 )
 def test_an_algorithm_of_another_project(tmp_path: Path, name: str, remedy: str) -> None:
     message = refused(write(tmp_path / "a.yaml", ""), f"algorithm.name={name}")

@@ -152,13 +152,16 @@ def test_whoever_takes_its_process_down_is_to_blame_alone(folder: str, kind: str
 
 
 def test_the_models_time_is_not_the_episodes(folder: str) -> None:
+    """And the episode's own time is the sum of what lies between its turns."""
+
     class Slow(Replica):
         async def __call__(self, asked: Ask) -> Turn:
             await asyncio.sleep(1.0)
             return await super().__call__(asked)
 
-    told = play(pool_of(folder, episode_timeout_seconds=0.8), ["good 0.3"], Slow())
-    assert told["good 0.3"][0].failure is None
+    told = play(pool_of(folder, episode_timeout_seconds=0.8), ["good 0.3", "rests 0.05", "rests 0.5"], Slow())
+    assert told["good 0.3"][0].failure is None and told["rests 0.05"][0].failure is None
+    assert failure(told, "rests 0.5").startswith("took longer than rollout.episode_timeout_seconds = 0.8")
 
 
 def test_an_environment_is_played_turn_by_turn(folder: str) -> None:

@@ -36,6 +36,32 @@ print(asyncio.run(pool.run(Task(sys.argv[2], (7,), ""), ask))[0].failure, flush=
 pool.close()
 """
 
+JOBS = """
+import subprocess
+from megasync.workers.children import CURRENT_JOB, Children
+
+def start(job):
+    CURRENT_JOB.set(job)
+    return subprocess.Popen(["sleep", "60"])
+
+def lives(program):
+    try:
+        return program.wait(0.3) is None
+    except subprocess.TimeoutExpired:
+        return True
+
+children = Children()
+first, second = start(1), start(2)
+children.end(1)
+print(lives(first), lives(second))
+with children.of(3):
+    third = start(3)
+children.end(3)
+print(lives(first), lives(second), lives(third))
+children.end_all()
+print(lives(first), lives(second))
+"""
+
 
 def until(condition: Callable[[], object]) -> bool:
     """Whether it comes true in time."""
@@ -50,6 +76,12 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_program_that_may_be_another_jobs_lives_until_no_job_runs() -> None:
+    """Two jobs start one each, from threads, before anyone looks for new children."""
+    said = subprocess.run([sys.executable, "-c", JOBS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["True True", "True True False", "False False"]
 
 
 @pytest.mark.parametrize("ended", ["trainer", "process"])

@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasync.episodes import record
+from megasync.episodes.record import Asked, turns_of
 from megasync.episodes.segments import Branch, Recorder, Turn
 
 TOKENS = st.lists(st.integers(0, 3), max_size=4)  # few token ids, so that prefixes meet by chance
@@ -155,6 +157,15 @@ def test_experts_are_those_of_the_turn_that_first_went_through_a_token() -> None
     assert branch.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2]
     recorder.add([1, 2, 3, 4, 5, 6], turn_of([7], 1, 0))
     assert not recorder.branches()[0].routed_experts.size
+
+
+def test_kept_tokens_are_found_again_in_their_branch_and_turn() -> None:
+    first = Turn([3, 4], [0, 0], [0, 0], support=[2, 1, 30, 31, 40])
+    second = Turn([6], [0], [0], support=[3, 60, 61, 62])
+    branches, turns = record.recorded([(Asked(0, 0, 8, ()), [1, 2], first), (Asked(1, 0, 8, ()), [1, 2, 3, 4, 5], second)])
+    (branch,) = branches
+    assert branch.support.tolist() == [0, 0, 2, 1, 0, 3, 30, 31, 40, 60, 61, 62]
+    assert [turn.support.tolist() for _, turn in turns_of(branches, turns)] == [[2, 1, 30, 31, 40], [3, 60, 61, 62]]
 
 
 def test_a_turn_of_no_token_leaves_no_trace() -> None:

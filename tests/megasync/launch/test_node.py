@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megasync.launch.ray_cluster import free_port
-from tests.runs.train_cases import write_config
+from tests.runs.train_cases import write_supervised_config
 from tests.support.rewards import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,12 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A supervised run: without a Ray."""
-    path = write_config(tmp_path_factory.mktemp("sft"), algorithm={"name": "sft", "num_minibatches": 1})
-    values = yaml.safe_load(path.read_text())
-    del values["rollout"]
-    path.write_text(yaml.safe_dump(values))
-    return path
+    """Of a supervised run."""
+    return write_supervised_config(tmp_path_factory.mktemp("sft"))
 
 
 def start(config: Path, port: int, *arguments: str) -> subprocess.Popen[str]:

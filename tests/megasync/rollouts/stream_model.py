@@ -171,6 +171,18 @@ class ModelPool:
         chosen.waiting.extend((group, sample) for group in groups for sample in group.samples)
         chosen.advance()
 
+    async def abort_groups(self, replica: int, keys: Sequence[int]) -> None:
+        chosen = self.replicas[replica]
+        await asyncio.sleep(0)
+        if replica in self.lost:
+            raise RuntimeError("it died")
+        chosen.advance()
+        chosen.waiting = deque(pair for pair in chosen.waiting if pair[0].key not in keys)
+        chosen.running = [one for one in chosen.running if one.key not in keys]
+        heapq.heapify(chosen.running)
+        chosen.finished = [one for one in chosen.finished if one.key not in keys]
+        chosen.advance()
+
     def collect(self, replica: int, seconds: float) -> Any:
         chosen, asked = self.replicas[replica], Future[Collected]()
         chosen.asked = asked

@@ -127,7 +127,7 @@ def walked(seed: int, *, filters: bool, policy: str, changes: bool = False) -> E
     num_steps, share_equal = source.randint(1, 6), source.choice((0.2, 0.6)) if filters else 0.0
     walk, ways = EpisodeWalk(source, policy), None
     while walk.step < num_steps:
-        ways = random_ways(source, num_steps, ways, share_equal, changes=changes)
+        ways = random_ways(source, num_steps, ways, share_equal, changes=changes, oversamples=False)
         walk.process(ways, source.choice((num_steps, source.randint(walk.step + 1, num_steps))))
     return walk
 

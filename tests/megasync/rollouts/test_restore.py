@@ -157,7 +157,8 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
         ids, mask = np.arange(length), np.arange(length) % 3 != 1
         mask[:prompt] = False
         experts = np.arange((length - 1) * 6).reshape(length - 1, 3, 2).astype(np.uint8)
-        return Branch(ids, prompt, mask, -ids / 7, ids + 2, "length", experts)
+        support = np.concatenate([mask * 2, np.arange(2 * mask.sum())])
+        return Branch(ids, prompt, mask, -ids / 7, ids + 2, "length", experts, support)
 
     branches, returned = (branch(7, 2), branch(5, 1)), {"metrics": {"calls": 2.0}, "info": {"text": "ä"}}
     whole = EpisodeResult(branches, 0.5, "length", 3, 2.5, 1.25, 1, **returned)  # type: ignore[arg-type]
@@ -174,7 +175,7 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
             assert getattr(kept, name) == getattr(saved_one, name), name
         for mine, theirs in zip(kept.branches, saved_one.branches, strict=True):
             assert (mine.prompt_length, mine.finish_reason) == (theirs.prompt_length, theirs.finish_reason)
-            for name in ("token_ids", "is_sampled", "log_probs", "weight_versions", "routed_experts"):
+            for name in ("token_ids", "is_sampled", "log_probs", "weight_versions", "routed_experts", "support"):
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
                 assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name
 

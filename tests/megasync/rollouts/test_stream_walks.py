@@ -169,13 +169,16 @@ class Walk:
         assert isinstance(completion, Completion) and completion.token_ids[0] == prompt
 
 
-def random_ways(source: random.Random, num_steps: int, former: Ways | None, share_equal: float, *, changes: bool) -> Ways:
+def random_ways(
+    source: random.Random, num_steps: int, former: Ways | None, share_equal: float, *, changes: bool, oversamples: bool = True
+) -> Ways:
     slots = source.choice((None, 3, 12, 40))
     staleness, batch_size, group_size = source.choice((0, 1, 1, 2, 4)), source.randint(1, 8), source.randint(1, 4)
     if former is not None and not changes:
         staleness, batch_size = former.settings.max_staleness, former.settings.batch_size
     own = StreamSettings(staleness, batch_size, num_steps, slots, 5.0, 60.0)
     own = replace(own, filters_groups=share_equal > 0, filter_factor=source.randint(1, 3))
+    own = replace(own, oversample=source.choice((1.0, 1.3, 2.0)) if oversamples and not staleness else 1.0)
     data = (0, 0, 0) if former is None else (former.first_other, former.data, former.reward)
     if changes and source.random() < 0.5:
         data = (source.randint(0, 40), source.randint(0, 9), source.randint(0, 1))
@@ -197,4 +200,4 @@ def test_a_walk_loses_nothing_and_comes_to_its_end(seed: int, filters: bool, cha
     if not filters:
         left = {group.key for group in walk.progress.groups}
         assert sorted(left.union(ordinals)) == list(range(walk.progress.num_begun)), "a prompt was lost"
-        assert not left or changes
+        assert not left or changes or (ways is not None and ways.settings.oversample > 1), "aborted ones come back"

@@ -6,12 +6,15 @@ python -m pytest tests/megasync/run/test_canary.py
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.run.canary import mean_gap, probe_sequences, read_back_difference
+from megasync.run.canary import Canary, CanaryError, mean_gap, probe_sequences, read_back_difference
+from tests.support.ranks import run_ranks
 
 PROMPTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
 
@@ -33,6 +36,32 @@ def test_the_gap_is_over_tokens_and_is_no_number_where_a_score_is_none() -> None
     others = [np.array([-1.5, -2.0], np.float32), np.array([-4.0], np.float32)]
     assert mean_gap(own, others) == 0.5
     assert math.isnan(mean_gap(own, [others[0], np.array([np.nan], np.float32)]))
+
+
+def compare(scores: list[float]) -> dict[str, float] | str:
+    """Metrics of a replica that gives these log-probs where the trainer's are -1 and -2, or why it stops the run."""
+    from engine.config import ParallelConfig
+    from engine.runtime import parallel
+
+    parallel.initialize(ParallelConfig(), seed=0)
+    trainer = SimpleNamespace(score=lambda samples: [torch.tensor([-1.0, -2.0])])
+    replica = SimpleNamespace(members=[3], score=lambda *_: [np.array(scores, np.float32)])
+    canary = Canary([(1, 2, 3)], 0.2, 60.0, print)
+    canary.score_by_trainer(trainer)
+    try:
+        return canary.compare(7, replica, SimpleNamespace(diff_with_replica=lambda replica: ([], "")))
+    except CanaryError as error:
+        return str(error)
+    finally:
+        parallel.shutdown()
+
+
+def test_a_gap_above_the_tolerance_or_of_no_number_stops_the_run() -> None:
+    (near,) = run_ranks(1, "tests.megasync.run.test_canary:compare", {"scores": [-1.0, -2.25]})
+    assert near["sync/canary_gap"] == 0.125
+    for wrong in ([-1.0, -2.5], [-1.0, math.nan]):
+        (why,) = run_ranks(1, "tests.megasync.run.test_canary:compare", {"scores": wrong})
+        assert "version 7: replica 3" in why
 
 
 def test_the_first_layer_is_named() -> None:

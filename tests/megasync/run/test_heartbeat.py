@@ -34,15 +34,16 @@ def test_silent_is_who_has_not_counted_up_for_the_limit(looks) -> None:
         assert seen.look(dict(counts), now) == [rank for rank in range(4) if now - last[rank] > 10]
 
 
-def test_who_was_held_up_itself_blames_nobody() -> None:
-    seen = LastSeen([1, 2], 10.0, 0.0)
+@pytest.mark.parametrize("seconds", [6.0, 11.0, 47.0])
+def test_who_was_held_up_itself_blames_nobody(seconds: float) -> None:
+    seen, back = LastSeen([1, 2], 10.0, 0.0), 13.0 + seconds
     assert seen.look({}, 4.0) == seen.look({}, 8.0) == seen.look({}, 12.0) == [], "they were never there"
     assert seen.look({1: 5, 2: 5}, 13.0) == []
-    assert seen.look({1: 5, 2: 5}, 60.0) == []
-    assert seen.look({1: 6, 2: 5}, 64.0) == []
-    assert seen.look({1: 7, 2: 5}, 68.0) == []
+    assert seen.look({1: 5, 2: 5}, back) == []
+    assert seen.look({1: 6, 2: 5}, back + 4) == []
+    assert seen.look({1: 7, 2: 5}, back + 8) == []
     seen.forget(1)
-    assert seen.look({2: 5}, 71.0) == [2]
+    assert seen.look({2: 5}, back + 11) == [2]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8, 9, 200])

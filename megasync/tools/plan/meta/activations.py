@@ -17,6 +17,7 @@ import torch
 from engine.attention import context, fused, latent
 from engine.batch.packed import ContextPart, PackedSequences, Routing
 from engine.config import EngineConfig
+from engine.model import head
 from engine.model.build import gpt_model
 from engine.objective import logits
 from engine.runtime.megatron import parallel_state as mpu
@@ -175,14 +176,16 @@ class _Pass:
         options = {"fp32_output": False} if use_fused and bridge.dtype is not torch.float32 else {}
         read = logits.LogProbs(1.0, use_fused, self.traced.has_entropy)
         reader = logits.reader(read, bridge)
-        logits.read_in_chunks(gpt_model(self.chunk), self.tokens, reader, size)
+        is_read = self.tokens.shape[1] > size
+        logits.read_in_layer(gpt_model(self.chunk), head.Request((self.tokens,), reader, size) if is_read else None)
         output = self.chunk(self.tokens, self.tokens, None, packed_seq_params=self.sequences, **options)
         if not gpt_model(self.chunk).post_process:
             return output.sum()  # type: ignore[no-any-return]
         if not options:
             output = output.float()  # as megatron-core's wrapper (module.py:453), which knows no meta tensor's dtype
-        microbatch: Any = SimpleNamespace(labels=self.tokens, sequences=self.sequences)  # the fields that logits.values reads
-        return logits.values(output, microbatch, reader, size)[0].sum()
+        # the fields that logits.values reads
+        microbatch: Any = SimpleNamespace(labels=self.tokens, targets=(self.tokens,), sequences=self.sequences)
+        return logits.values(output, microbatch, reader, is_read=is_read)[0].sum()
 
 
 def multiple_of_tokens(engine: EngineConfig, num_experts: int, experts_per_token: int) -> int:

@@ -1,0 +1,100 @@
+"""The section `teacher` against the rest of a config and against folders, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megasync.checks.check import check_config
+from megasync.config.load import load_config
+from megasync.config.schema import Config
+from megasync.tools.assets.command import build_tokenizer
+from tests.support.config_files import cannot_run, refused, write_model, write_runnable
+
+ENDPOINT = "teacher.endpoint=http://host:8000/v1"
+START = "teacher.version=start"
+SFT = "algorithm.name=sft"
+
+
+@pytest.fixture
+def runnable(tmp_path: Path) -> Path:
+    return write_runnable(tmp_path)
+
+
+def write_teacher(folder: Path, **changes: object) -> Path:
+    build_tokenizer().save_pretrained(write_model(folder, **changes))
+    return folder
+
+
+REFUSED = {
+    "teacher.weight = 2.0": ["teacher.weight=2"],
+    "teacher.version = start": [ENDPOINT, START],
+    "teacher.place = replicas": [START, "teacher.place=replicas"],
+    "teacher.place = trainer": [ENDPOINT, "teacher.place=trainer"],
+    "teacher.adapter_path = adapter": ["teacher.adapter_path=adapter"],
+    "teacher.replicas = 2": [START, "teacher.replicas=2"],
+    "teacher.divergence = jsd": [START, "teacher.divergence=jsd"],
+    "teacher.top_k = 5": [START, "teacher.top_k=5", "teacher.objective=full"],
+    "teacher.jsd_beta = 0.1": [START, "teacher.jsd_beta=0.1", "teacher.objective=full"],
+    "teacher.objective = sampled": [START, SFT],
+    "teacher.objective = full": [ENDPOINT, "teacher.objective=full"],
+    "rollout.temperature = 0.7": [ENDPOINT, "rollout.temperature=0.7"],
+    "algorithm.support_replay = true": [START, "algorithm.support_replay=true", "rollout.top_k=8"],
+    "teacher.top_k = 129": [START, "teacher.objective=top_k", "teacher.top_k=129"],
+    "teacher.version = 3": ["teacher.version=3"],
+}
+
+
+@pytest.mark.parametrize(("headline", "overrides"), list(REFUSED.items()))
+def test_what_does_not_go_together_is_refused_by_name(runnable: Path, headline: str, overrides: list[str]) -> None:
+    message = cannot_run(runnable, *overrides)
+    assert f"{headline}: " in message and "remedy" in message
+
+
+def test_sft_takes_no_served_teacher(runnable: Path) -> None:
+    message = cannot_run(runnable, SFT, ENDPOINT, "teacher.objective=top_k")
+    assert message.startswith("teacher.place = auto: ") and "choices: trainer" in message.replace("  ", " ")
+
+
+def test_versions_are_start_or_a_number(runnable: Path) -> None:
+    for value in ("first", "-1", "1.5", "true"):
+        assert refused(runnable, f"teacher.version={value}").startswith("teacher.version = ")
+    for value in ("start", "12", "'12'"):
+        assert load_config(runnable, [f"teacher.version={value}"]).teacher.version == value.strip("'")
+
+
+def test_where_a_teacher_is(runnable: Path, tmp_path: Path) -> None:
+    def place(*overrides: str) -> tuple[bool, bool]:
+        teacher = load_config(runnable, overrides).teacher
+        return teacher.is_in_trainer, teacher.is_served
+
+    assert place() == (False, False) and not Config().teacher.is_set
+    assert place(START) == place("teacher.adapter_path=a") == place("teacher.path=m", "teacher.place=trainer") == (True, False)
+    assert place(ENDPOINT) == place("teacher.path=m") == place("teacher.path={math: m, code: n}") == (False, True)
+    by_source = load_config(runnable, ["teacher.path={math: m, code: n}"])
+    assert by_source.input_paths.items() >= {"teacher.path.math": "m", "teacher.path.code": "n"}.items()
+    message = cannot_run(runnable, "teacher.path={math: m, code: n}", "teacher.place=trainer")
+    assert message.startswith("teacher.place = trainer: ")
+
+
+def test_a_folder_of_the_policys_shape_can_teach_in_the_trainer(runnable: Path, tmp_path: Path) -> None:
+    write_teacher(tmp_path / "same", transformers_version="5.0", initializer_range=0.5)
+    for overrides in (["teacher.objective=full"], ["teacher.objective=full", SFT], ["rollout.group_size=1"]):
+        check_config(load_config(runnable, [f"teacher.path={tmp_path / 'same'}", "teacher.place=trainer", *overrides]), 2)
+    for name, value in {"num_hidden_layers": 2, "rope_theta": 5.0}.items():
+        folder = write_teacher(tmp_path / name, **{name: value})
+        message = cannot_run(runnable, f"teacher.path={folder}", "teacher.place=trainer")
+        assert message.startswith(f"teacher.path = {folder}: ") and name in message
+        assert "teacher.place=replicas" in message
+    larger = write_teacher(tmp_path / "larger", num_hidden_layers=8)
+    check_config(load_config(runnable, [f"teacher.path={larger}"]), 2)
+
+
+def test_another_tokenizer_is_refused_by_its_first_difference(runnable: Path, tmp_path: Path) -> None:
+    folder = write_teacher(tmp_path / "teacher")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7":', '"seven":'))
+    for place in ("trainer", "replicas"):
+        message = cannot_run(runnable, f"teacher.path={folder}", f"teacher.place={place}")
+        assert message.startswith(f"teacher.path = {folder}: ") and "'7'" in message
