@@ -34,15 +34,15 @@ ROOMS = {
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("minibatch", "passes", "offload", "alike", "engine", "trace", "checkpoint"),
+        *("minibatch", "passes", "teacher", "offload", "alike", "engine", "driven", "trace", "checkpoint"),
     ],
     "bridge": [
         *("config", "messages", "generation", "detokenizer", "processes", "notes"),
         *("layout", "versions", "export", "transport", "send", "vllm", "receive", "replicas"),
     ],
     "megasync": [
-        *("config", "models", "launch", "report", "data", "workers", "rewards", "episodes", "rollouts", "checks", "run"),
-        *("train", "submit", "tools", "nodes", "cli", "__main__"),
+        *("config", "models", "launch", "report", "data", "workers", "served", "rewards", "episodes", "rollouts"),
+        *("checks", "run", "service", "train", "submit", "tools", "nodes", "cli", "__main__"),
     ],
 }
 SCRIPTS = [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci" / "run"]
