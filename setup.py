@@ -15,7 +15,7 @@ LIGHT = [
 ]
 TRAINING = [
     *("mbridge>=0.15.1,<0.16", "megatron-core>=0.16.1,<0.17", "megatron-fsdp>=0.6.1,<0.7", "ray[default]>=2.60,<3"),
-    *("aiohttp>=3.11,<4", "renderers>=0.1.12,<0.2", "setproctitle>=1.3,<2"),
+    *("aiohttp>=3.11,<4", "protobuf>=6.30,<8", "renderers>=0.1.12,<0.2", "setproctitle>=1.3,<2"),
     *("latex2sympy2-extended>=1.11,<2", "math-verify>=0.9,<0.10", "sympy>=1.13,<2"),
     *("matplotlib>=3.9,<4", "peft>=0.21,<0.22", "plotly>=6,<8", "tensorboard>=2.19,<3"),
 ]
