@@ -85,7 +85,7 @@ class Engine:
             weights_path: a folder with the weights to resume from, in place of `model.path`.
             adapter_path: a folder with the adapter to resume from, in place of `lora.adapter_path`.
             seed: of new adapters.
-            own: functions in the place of those that `algorithm` names.
+            own: functions that replace those named by `algorithm`.
             teacher: what the policy is distilled from.
         """
         self.config, self.algorithm, self.own = engine, algorithm, own

@@ -53,7 +53,7 @@ def num_ranks(group: Any) -> int:
 
 
 def log_softmax(logits: torch.Tensor, temperature: float, group: Any) -> torch.Tensor:
-    """float32, like `logits` [n, vocabulary / tensor size], of which each rank of `group` has a shard."""
+    """float32, shaped like `logits` [n, vocabulary / tensor size]; each rank of `group` has a shard of the vocabulary."""
     scaled = logits.float() / temperature
     normalizer = torch.logsumexp(scaled, -1)
     if num_ranks(group) > 1:

@@ -1,4 +1,4 @@
-"""Functions of the user's own: a loss and an advantage in the place of named ones, tried on tiny batches before anything starts.
+"""User-defined loss and advantage functions, which replace built-in ones and are tried on tiny batches before a start.
 
     own = OwnFunctions(loss=my_loss)
     names = try_loss(my_loss, algorithm)      # ValueError with the shape, dtype or number that is wrong

@@ -113,7 +113,7 @@ def unused_errors(config: Config) -> Iterator[ConfigError]:
 
 
 def _uses_own(config: Config, owner: str) -> bool:
-    """Whether a function of the user's own, which may read any key, stands in the place of `owner`'s choices."""
+    """Whether a user-defined function, which may read any key, replaces a built-in choice of `owner`."""
     own = {LOSS: config.algorithm.loss, ADVANTAGE: config.algorithm.advantage, FILTER: config.rollout.filter}
     return is_own(own.get(owner, ""))
 

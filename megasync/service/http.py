@@ -137,7 +137,7 @@ class Server:
         call = self._desk.submit("create_sampling_session", await request.read(), key).call
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": f"{call.scope}:{call.seq}"})
 
-    # ------------------------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------------------------ queries
 
     async def _get_info(self, request: web.Request) -> web.StreamResponse:
         model = parse(GetInfo, await request.read()).model_id

@@ -49,7 +49,7 @@ class Sampling:
             (completions,) = generation.result()
             sequences = [_sequence(each) for each in completions]
             result = Result("protobuf", sample_response(sequences, scores))
-        except Exception as failure:  # noqa: BLE001 # the client is told
+        except Exception as failure:  # noqa: BLE001 # the client gets the error
             is_user = isinstance(failure, ValueError) or "ValueError" in type(failure).__name__
             result = error(str(failure), "user" if is_user else "server")
         self._finish(request, result)
