@@ -86,32 +86,32 @@ def combined(errors: Sequence[ConfigError]) -> ConfigError:
     return all_of_them
 
 
-class Found:
+class ErrorCollector:
     """Errors of several checks, which are all made before the first one is raised.
 
-    found = Found()
-    with found.more():
+    errors = ErrorCollector()
+    with errors.collect():
         check_one(config)
-    with found.more():
+    with errors.collect():
         check_other(config)
-    found.stop()
+    errors.raise_all()
     """
 
     def __init__(self) -> None:
-        self.errors: list[ConfigError] = []
+        self.found: list[ConfigError] = []
 
     @contextmanager
-    def more(self) -> Iterator[None]:
-        """Keeps a ConfigError of the block for `stop`."""
+    def collect(self) -> Iterator[None]:
+        """Keeps a ConfigError of the block for `raise_all`."""
         try:
             yield
         except ConfigError as error:
-            self.errors += error.parts
+            self.found += error.parts
 
-    def stop(self) -> None:
+    def raise_all(self) -> None:
         """Raises one ConfigError with all kept errors, if there are any."""
-        if self.errors:
-            raise combined(self.errors)
+        if self.found:
+            raise combined(self.found)
 
 
 def refuse(errors: Iterable[ConfigError]) -> None:

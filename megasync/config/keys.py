@@ -106,7 +106,8 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
     siblings = {key.rpartition(".")[2]: key for key in below(keys, above)}
     if near := nearest_name(name, siblings):
         return siblings[near], ""
-    by_last = {last: key for key in reversed(keys) if (last := key.rpartition(".")[2]) != ANY_NAME}
+    elsewhere = [key for key in reversed(keys) if "." in key or not above]  # a whole section is no misspelling of a section's key
+    by_last = {last: key for key in elsewhere if (last := key.rpartition(".")[2]) != ANY_NAME}
     return by_last.get(nearest_name(name, by_last), "") if len(name) > SHORT else "", ""
 
 

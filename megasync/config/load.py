@@ -8,6 +8,7 @@ remedy. Leaves out checks that need the model, the data or the world size (check
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +24,13 @@ from typing_extensions import TypeVar
 
 from engine.config import PRESETS
 from megasync.config import others
-from megasync.config.errors import ConfigError, Found, nearest_name
+from megasync.config.errors import ConfigError, ErrorCollector, nearest_name
 from megasync.config.files import write_atomically
 from megasync.config.keys import ANY_NAME, all_keys, below, bounds, choices, item_of, kind_of, nearest_key, with_any_name
 from megasync.config.schema import Config
+
+# Integers of YAML 1.1 that few people mean: octal, binary, base 60, as 010, 0b11, 12:30.
+OTHER_BASE = re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]*[1-7][0-7_]*|[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 
 COMMAND_LINE = "the command line"
 # mappings whose keys are names that the user chooses
@@ -69,11 +73,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
     Raises:
         ConfigError: with all errors of files, keys and values.
     """
-    found, given = Found(), list[tuple[list[str], Any, str]]()  # a path, a value, its source
+    errors, given = ErrorCollector(), list[tuple[list[str], Any, str]]()  # a path, a value, its source
     for source, mapping in _read_layers(Path(path), ()):
         given += [([str(name)], value, source) for name, value in mapping.items()]
     for override in overrides:
-        with found.more():
+        with errors.collect():
             given.append((*_read_override(override, root), COMMAND_LINE))
     nested, sources = _laid_over(root().model_dump(), given)
     preset = nested["algorithm"].get("preset") if isinstance(nested.get("algorithm"), dict) else None
@@ -83,8 +87,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
     try:
         config = root.model_validate(_interpolate(nested, sources))
     except ValidationError as error:
-        found.errors += explain_invalid(error, root, sources)
-    found.stop()
+        errors.found += explain_invalid(error, root, sources)
+    errors.raise_all()
     return config
 
 
@@ -148,9 +152,14 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     remedy = "a config is a YAML mapping, such as `run: {name: first, steps: 10}`"
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        for event in yaml.parse(path.read_text(encoding="utf-8-sig"), yaml.SafeLoader):
+            if isinstance(event, yaml.ScalarEvent) and event.style is None and OTHER_BASE.fullmatch(event.value):
+                raise _other_base(f"{path}:{event.start_mark.line + 1}", event.value)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = error.problem or "cannot be read as YAML"
+        if "".join(path.read_text(encoding="utf-8-sig").split("\n")[line - 1 : line]).lstrip(" ").startswith("\t"):
+            problem, remedy = "begins with a tab", "indent with spaces"
         raise ConfigError(f"{path}:{line}: {problem}", context=error.context or "", remedy=remedy) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
@@ -158,6 +167,11 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: holds a {type(content).__name__}, not a mapping", remedy=remedy)
     return content
+
+
+def _other_base(where: str, text: str) -> ConfigError:
+    problem = f"{where}: YAML reads {text} as {yaml.safe_load(text)}"
+    return ConfigError(problem, remedy=f"write a decimal number, or quote it if it is a text: '{text}'")
 
 
 def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
@@ -180,6 +194,8 @@ def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
     field = keys.get(".".join(with_any_name(keys, key.split("."))))
     if field and kind_of(field) is str and (not text or isinstance(nested, bool | int | float)):
         nested = text
+    elif OTHER_BASE.fullmatch(text):
+        raise _other_base(key, text)
     return key.split("."), nested
 
 

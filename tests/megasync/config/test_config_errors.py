@@ -244,11 +244,28 @@ def test_bad_override(empty: Path, override: str) -> None:
     [
         ("run: {name: a\nengine: 1", 2), ("run:\n  name: a\n  name: b\n", 3), ("run:\n\tname: a", 2),
         ("run: {}\nengine: {}\nrun: {}", 3), ("a: b: c", 1), ("run: !!python/object:os.system 1", 1),
+        ("run: [", 2),
     ],
 )  # fmt: skip
 def test_yaml_error_names_file_and_line(tmp_path: Path, text: str, line: int) -> None:
     path = write(tmp_path / "a.yaml", text)
     assert refused(path).startswith(f"{path}:{line}: ")
+
+
+@pytest.mark.parametrize(("text", "read"), [("12:30", "750"), ("0100", "64"), ("0b11", "3"), ("-017", "-15"), ("1:2.5", "62.5")])
+def test_numbers_of_other_bases_are_refused(tmp_path: Path, empty: Path, text: str, read: str) -> None:
+    """YAML 1.1 has them, and few people mean them. In quotes they are texts."""
+    message = refused(write(tmp_path / "a.yaml", f"run:\n  steps: {text}\n"))
+    assert "a.yaml:2: " in message and f"{text} as {read}" in message
+    assert f"{text} as {read}" in refused(empty, f"run.steps={text}")
+    path = write(tmp_path / "a.yaml", f"run: {{name: '{text}'}}\n")
+    assert load_config(path, [f"run.dir={text}"]).run.name == text
+
+
+@pytest.mark.parametrize("text", ["run:\n\tsteps: 1\n", "run: {\n\tsteps: 1}\n"])
+def test_a_tab_is_named(tmp_path: Path, text: str) -> None:
+    message = refused(write(tmp_path / "a.yaml", text))
+    assert "a.yaml:2: begins with a tab" in message and "remedy:  indent with spaces" in message
 
 
 def test_duplicate_key_is_named(tmp_path: Path) -> None:
