@@ -1,12 +1,10 @@
-"""Driven: an Engine whose loop is the caller's: passes and optimizer steps of several adapters, in turns on one base model.
+"""Driven: an Engine whose loop is the caller's: passes and optimizer steps of adapters that take turns (adapters.py).
 
-SPMD: every rank calls, with the same data. An adapter is created with a rank of its own, up to the engine's; rows above it are
-zero and stay zero, since the gradient of each factor is a product with the other. Gradients add up over calls until
-`optim_step`. An adapter that is not on the device lies in host memory: factors, optimizer state, gradients. Each so has the bits
-that it would have alone. Leaves out losses (objective/token_losses.py), names of folders, and who asks.
+SPMD: every rank calls, with the same data. Gradients add up over calls until `optim_step`. Leaves out losses
+(objective/token_losses.py), names of folders, and who asks.
 
     driven = Driven(engine)
-    driven.create("mine", AdapterSpec(rank=8))
+    driven.adapters.create("mine", AdapterSpec(rank=8))
     driven.forward_backward("mine", data, "cross_entropy", {})
     driven.optim_step("mine", AdamParameters(learning_rate=1e-4))
 """
@@ -17,31 +15,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
+from engine.adapters import Adapters, RefusedError
 from engine.attention import context
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
-from engine.config import TARGET_OF, LoraConfig, LoraTarget
 from engine.engine import Engine
-from engine.model import lora
 from engine.objective import logits, token_losses
 from engine.passes import PipelineRunner
-from engine.peft import factors
-from engine.runtime.megatron import RowParallelLinear
 from engine.runtime.memory import return_free_memory
-from engine.runtime.tensor_file import save_tensors
 from engine.sample import Sample
 from engine.wrap.optimizer import apply_gradients, gradient_norm, inner_optimizers
-
-ATTENTION, MLP = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +43,18 @@ class Datum:
     values: dict[str, npt.NDArray[np.float32]]  # by TokenLoss.inputs, [N]
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """One adapter. Linears that it does not train have zero factors, whose gradients are zero."""
-
-    rank: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    seed: int = 0
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        return (*(ATTENTION if self.train_attn else ()), *(MLP if self.train_mlp else ()))
+def response_datum(
+    prompt: Sequence[int] | npt.NDArray[np.int32],
+    response: npt.NDArray[np.int32],
+    log_probs: npt.NDArray[np.float32],
+    advantage: float,
+) -> Datum:
+    """For the off-policy losses: a response with its log-probs when sampled, float32 [response tokens], and one advantage."""
+    tokens = np.concatenate([np.asarray(prompt, np.int32), response])
+    values = {name: np.zeros(len(tokens) - 1, np.float32) for name in ("logprobs", "advantages")}
+    values["logprobs"][len(prompt) - 1 :] = log_probs
+    values["advantages"][len(prompt) - 1 :] = advantage
+    return Datum(tokens[:-1], tokens[1:].astype(np.int64), values)
 
 
 @dataclass(frozen=True)
@@ -86,48 +76,17 @@ class Passed(NamedTuple):
     loss: float
 
 
-class RefusedError(ValueError):
-    """What a caller asked for cannot be done; nothing has changed. The same on every rank."""
-
-
 class Driven:
     """Takes over an engine with adapters, wrapped by DDP."""
 
     def __init__(self, engine: Engine) -> None:
         """ValueError for an engine whose state cannot be swapped."""
-        _check(engine)
+        self.adapters = Adapters(engine)
         self.engine, self.layout = engine, engine.layout
         self._read = logits.LogProbs(1.0, engine.use_fused, is_exact=engine.mbridge.is_exact)
         self._runner = PipelineRunner(engine.mbridge, engine.config.logits_chunk_tokens, use_fused=engine.use_fused)
-        self._live = self._make_state()
-        self.specs: dict[str, AdapterSpec] = {}
-        self._away: dict[str, dict[str, torch.Tensor]] = {}  # host memory of the adapters that are not on the device
-        self._present: str | None = None
 
     # ------------------------------------------------------------------------------------------------ the calls
-
-    def create(self, name: str, spec: AdapterSpec) -> None:
-        """A new adapter: A drawn by seed and linear as in lora.py, B zero.
-
-        Raises:
-            RefusedError: there is one of this name, or the rank is above the engine's.
-        """
-        if name in self.specs:
-            raise RefusedError(f"there is an adapter {name!r} already")
-        if not 0 < spec.rank <= self.engine.config.lora.rank:
-            raise RefusedError(f"rank = {spec.rank}: from 1 to {self.engine.config.lora.rank}, which engine.lora.rank sets")
-        if not spec.targets:
-            raise RefusedError("train_attn and train_mlp are both false: there is nothing to train")
-        self._leave()
-        for tensor in self._live.values():
-            tensor.zero_()
-        self.specs[name], self._present = spec, name
-        self._set_scale(spec)
-        with torch.no_grad():
-            for linear_name, linear in lora.adapted_linears(self.engine.chunks):
-                if linear_name.rpartition(".")[2] in spec.targets:
-                    linear.lora_a[: spec.rank].copy_(_initial_a(linear, linear_name, spec))
-        self.engine.optimizer.reload_model_params()
 
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: str, options: Mapping[str, float], *, has_gradients: bool = True
@@ -135,9 +94,9 @@ class Driven:
         """Add the gradients of the loss, a sum over all positions of all data, to the adapter's.
 
         Raises:
-            RefusedError: the loss or a gradient is not finite.
+            RefusedError: the loss is not finite.
         """
-        self._bring(name)
+        self.adapters.bring(name)
         microbatches = self._microbatches(data)
         chosen = token_losses.TOKEN_LOSSES[loss]
         of_loss = partial(self._loss, data, len(microbatches), chosen, {**chosen.options, **options})
@@ -162,9 +121,9 @@ class Driven:
         Raises:
             RefusedError: the norm is not finite; the gradients are dropped.
         """
-        self._bring(name)
+        self.adapters.bring(name)
         optimizer = self.engine.optimizer
-        for gradient, added in zip(self.engine.wrapped.gradients(), self._added(), strict=True):
+        for gradient, added in zip(self.engine.wrapped.gradients(), self.adapters.added(), strict=True):
             gradient.copy_(added)
             added.zero_()
         for group in (group for inner in inner_optimizers(optimizer) for group in inner.param_groups):
@@ -179,112 +138,6 @@ class Driven:
             raise RefusedError(f"the norm of the gradients is {norm}; they were dropped, and the weights are as before")
         apply_gradients(optimizer, norm)
         return norm
-
-    def forget(self, name: str) -> None:
-        """Drop the adapter with all of its state."""
-        del self.specs[name]
-        self._away.pop(name, None)
-        self._present = None if self._present == name else self._present
-
-    # ------------------------------------------------------------------------------------------------ copies and files
-
-    def factors(self, name: str) -> dict[str, torch.Tensor]:
-        """A copy of this rank's part of the adapter, in host memory, for `show`."""
-        self._bring(name)
-        return {key: tensor.to("cpu", copy=True) for key, tensor in self._live.items() if key.startswith("parameter")}
-
-    def show(self, spec: AdapterSpec | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the model have these factors, until the next call: for an export. None: those of no adapter, the base model."""
-        self._leave()
-        for key, tensor in self._live.items():
-            if key.startswith("parameter"):
-                tensor.zero_() if spec is None else tensor.copy_(tensors[key])
-        self._set_scale(spec or AdapterSpec(self.engine.config.lora.rank))
-
-    def save(self, name: str, folder: Path) -> None:
-        """This rank's file of the whole state, in a folder that is there."""
-        self._bring(name)
-        save_tensors({key: tensor.cpu() for key, tensor in self._live.items()}, folder / self.file)
-
-    def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
-        """The state that `save` wrote, by the same layout. Without the optimizer its state and the gradients are zero."""
-        tensors = load_file(folder / self.file)
-        self._bring(name)
-        for key, tensor in self._live.items():
-            if with_optimizer or key.startswith(("parameter", "main")):
-                tensor.copy_(tensors[key])
-            else:
-                tensor.zero_()
-
-    def save_peft(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
-        """Name and tensors of this stage's part of a PEFT folder, as factors.stage_file's."""
-        self._bring(name)
-        spec = self.specs[name]
-        trained = self.lora_config(spec).targets
-        kept = {hf for hf, target in TARGET_OF.items() if target in trained}
-        adapters = (each for each in self.engine.adapter_tensors() if each.name.rpartition(".")[2] in kept)
-        cut = (each._replace(a=each.a[: spec.rank], b=each.b[..., : spec.rank]) for each in adapters)
-        return factors.stage_file(self.layout.pipeline_rank, cut)
-
-    def lora_config(self, spec: AdapterSpec) -> LoraConfig:
-        """The adapter's own, for a PEFT folder."""
-        targets: list[LoraTarget] = [target for target in self.engine.config.lora.targets if target in spec.targets]
-        return self.engine.config.lora.model_copy(update={"rank": spec.rank, "targets": tuple(targets)})
-
-    def scale(self, spec: AdapterSpec) -> float:
-        """The factor of B A."""
-        return self.engine.config.lora.model_copy(update={"rank": spec.rank}).scale
-
-    # ------------------------------------------------------------------------------------------------ turns
-
-    def _make_state(self) -> dict[str, torch.Tensor]:
-        """Every tensor that is an adapter's own, by name: what is swapped. The optimizer's are made before its first step."""
-        engine = self.engine
-        trained = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
-        state = {f"parameter {number}": each.data for number, each in enumerate(trained)}
-        for place, inner in enumerate(inner_optimizers(engine.optimizer)):
-            owned = [(group, parameter) for group in inner.param_groups for parameter in group["params"]]
-            for number, (group, parameter) in enumerate(owned):
-                device = parameter.device if group.get("fused") else "cpu"  # torch/optim/adam.py:163
-                own = inner.state[parameter] = {
-                    "step": torch.zeros((), device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-                state |= {f"{kind} {place} {number}": tensor for kind, tensor in own.items()}
-                if engine.mbridge.dtype is not torch.float32:  # else it is a view of the model's
-                    state[f"main {place} {number}"] = parameter.data
-        added = {f"added {number}": torch.zeros_like(each) for number, each in enumerate(engine.wrapped.gradients())}
-        return {**state, **added}
-
-    def _added(self) -> list[torch.Tensor]:
-        return [tensor for key, tensor in self._live.items() if key.startswith("added")]
-
-    @property
-    def file(self) -> str:
-        """Name of this rank's file, in folders of one layout alone."""
-        return f"rank_{self.layout.rank:05d}_of_{self.layout.world_size:05d}.safetensors"
-
-    def _bring(self, name: str) -> None:
-        if name == self._present:
-            return
-        if name not in self.specs:
-            raise RefusedError(f"there is no adapter {name!r}")
-        self._leave()
-        for key, tensor in self._away.pop(name).items():
-            self._live[key].copy_(tensor)
-        self._present = name
-        self._set_scale(self.specs[name])
-
-    def _leave(self) -> None:
-        """The adapter that is on the device goes to host memory."""
-        if self._present is not None:
-            self._away[self._present] = {key: tensor.to("cpu", copy=True) for key, tensor in self._live.items()}
-            self._present = None
-
-    def _set_scale(self, spec: AdapterSpec) -> None:
-        for _, linear in lora.adapted_linears(self.engine.chunks):
-            linear.lora_scale = self.scale(spec)
 
     # ------------------------------------------------------------------------------------------------ one pass
 
@@ -315,9 +168,10 @@ class Driven:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         (log_probs,) = values
         placed = {name: np.zeros(micro.num_tokens, np.float32) for name in ("mask", *loss.inputs)}
-        for index, start in zip(micro.samples, micro.starts, strict=False):
+        placed["sequence"] = np.full(micro.num_tokens, len(micro.samples))  # padding: one of its own
+        for number, (index, start) in enumerate(zip(micro.samples, micro.starts, strict=False)):
             part = slice(start, start + len(data[index].tokens))
-            placed["mask"][part] = 1.0
+            placed["mask"][part], placed["sequence"][part] = 1.0, number
             for name in loss.inputs:
                 placed[name][part] = data[index].values[name]
         tensors = {name: torch.from_numpy(array).to(log_probs.device) for name, array in placed.items()}
@@ -352,32 +206,5 @@ class Driven:
 
     def _add_gradients(self) -> None:
         """Reduced over ranks already: of a buffer's shards this rank's own counts, in this sum as in the optimizer."""
-        for gradient, added in zip(self.engine.wrapped.gradients(), self._added(), strict=True):
+        for gradient, added in zip(self.engine.wrapped.gradients(), self.adapters.added(), strict=True):
             added += gradient
-
-
-def _check(engine: Engine) -> None:
-    config = engine.config
-    problems = {
-        "engine.lora.rank = 0: set it to the largest rank that an adapter may have": not config.lora.rank,
-        f"engine.wrap = {config.wrap}: adapters take turns with engine.wrap=ddp alone": not engine.wrapped.is_in_place,
-        f"engine.lora.dropout = {config.lora.dropout}: write 0": config.lora.dropout > 0,
-        "engine.optimizer.offload = true: adapters that wait lie in host memory already; write false": config.optimizer.offload,
-        "mixtures of experts have no adapters that take turns yet": engine.has_experts,
-        "model.dtype = float16: write bfloat16 or float32": engine.mbridge.dtype is torch.float16,
-        "engine.lora.adapter_path: each adapter has a start of its own; leave it out": bool(config.lora.adapter_path),
-    }
-    foreign = [type(each).__name__ for each in inner_optimizers(engine.optimizer) if not isinstance(each, torch.optim.Adam)]
-    if foreign:
-        problems[f"the optimizer is {foreign[0]}; write engine.kernels=torch"] = True
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(problem)
-
-
-def _initial_a(linear: Any, name: str, spec: AdapterSpec) -> torch.Tensor:
-    """This tensor-parallel rank's part of the A that every layout draws, [rank, in]."""
-    first = lora.initial_a(spec.rank, linear.input_size, name, spec.seed)
-    if isinstance(linear, RowParallelLinear):
-        first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()]
-    return first

@@ -13,7 +13,7 @@ import torch
 
 from engine.objective.policy import bounded
 
-Values = dict[str, torch.Tensor]  # by name, float32 [T]
+Values = dict[str, torch.Tensor]  # by name, float32 [T]; `sequence`, int64 [T]: the number of each token's sequence
 Options = dict[str, float]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}  # bounds of the ratio itself
 
@@ -53,6 +53,21 @@ def cispo(log_probs: torch.Tensor, values: Values, options: Options) -> torch.Te
     return -ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"]) * log_probs * values["advantages"]
 
 
+def gspo(log_probs: torch.Tensor, values: Values, options: Options) -> torch.Tensor:
+    """The clipped surrogate with the geometric mean of a sequence's ratios, and each token's own gradient (GSPO-token,
+    arXiv:2507.18071, section 4.3). `sequence_ratio_mask` marks the tokens of the mean; where it marks none the ratio is 1.
+    """
+    own, sequence = log_probs.detach(), values["sequence"]
+    is_in = values["sequence_ratio_mask"] != 0
+    sums = torch.zeros(2, int(sequence.max()) + 1, dtype=torch.float64, device=own.device)
+    distances = torch.where(is_in, own - values["logprobs"], 0.0)
+    total, count = sums.index_add(1, sequence, torch.stack([distances, is_in.float()]).double())
+    mean = (total / count.clamp(min=1.0)).float()[sequence]
+    ratio, advantages = bounded(mean + log_probs - own).exp(), values["advantages"]
+    clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
 def dro(log_probs: torch.Tensor, values: Values, options: Options) -> torch.Tensor:
     """-(log p A - beta / 2 (log p - log q)^2), after arXiv:2405.19107."""
     distance = log_probs - values["logprobs"]
@@ -65,5 +80,6 @@ TOKEN_LOSSES = {
     "importance_sampling": TokenLoss(OFF_POLICY, {}, importance_sampling),
     "ppo": TokenLoss(OFF_POLICY, CLIP, ppo),
     "cispo": TokenLoss(OFF_POLICY, CLIP, cispo),
+    "gspo": TokenLoss((*OFF_POLICY, "sequence_ratio_mask"), CLIP, gspo),
     "dro": TokenLoss(OFF_POLICY, {"beta": 0.05}, dro),
 }

@@ -23,9 +23,11 @@ class ServiceConfig(Section):
     max_body_bytes: Annotated[ByteSize, Field(ge=4096)] = 64 * 2**20
     """Largest request body; larger ones are refused."""
     max_waiting: PositiveInt = 1000
-    """Largest number of requests that wait; further ones are answered with 429, after which clients try again."""
-    max_result_bytes: Annotated[ByteSize, Field(ge=4096)] = 2**30
-    """Memory for results; beyond it the oldest are dropped."""
+    """Largest number of requests that wait or run; further ones are answered with 429, after which clients try again."""
+    max_arriving_bytes: Annotated[ByteSize, Field(ge=4096)] = 2**30
+    """Memory for bodies that are on their way here; while there is none for another, it is answered with 429."""
+    max_models: PositiveInt = 64
+    """Largest number of training clients in memory; a session that its client finishes makes room."""
     checkpoint_every: NonNegativeInt = 200
     """State is written after this many training requests, so that a restart repeats at most as many; 0: never."""
     poll_seconds: PositiveFloat = 20.0

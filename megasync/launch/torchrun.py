@@ -27,7 +27,12 @@ import psutil
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from bridge.processes import MALLOC, MALLOC_ON_CPU, watched
@@ -54,12 +59,17 @@ MEMORY_HINT = ": is there too little memory? `megasync doctor CONFIG` looks at t
 
 
 class OneMachineRendezvous(StaticTCPRendezvous):
-    """There is nobody to wait for: the store is this process's, on the loopback."""
+    """There is nobody to wait for: the store is this process's, on the loopback, and new at each restart of the ranks, whose
+    torch finds the keys of those before them in it (distributed/rendezvous.py:189, torch 2.13).
+    """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__(LOOPBACK, 0, 0, 1, parameters.run_id, timeout=STORE_SECONDS)
+
+    def next_rendezvous(self) -> RendezvousInfo:
         store = open_store(LOOPBACK)
-        super().__init__(LOOPBACK, store.port, 0, 1, parameters.run_id, timeout=STORE_SECONDS)
-        self._store = store
+        self._store, self.master_port = store, store.port
+        return super().next_rendezvous()
 
     def get_backend(self) -> str:
         return BACKEND

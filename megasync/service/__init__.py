@@ -3,22 +3,27 @@
     megasync serve CONFIG engine.wrap=ddp engine.lora.rank=32 --port 8000     # ServiceClient(base_url="http://127.0.0.1:8000")
 
 - Each training client is an adapter with a rank up to `engine.lora.rank`, and has the bits that it would have alone. The one
-  that works is on the device, the others lie in host memory.
+  that works is on the device, the others lie in host memory, until their client finishes its session.
 - A request is logged in `runs/NAME/service/log.jsonl` before it is acknowledged. After a kill the same command replays the log
-  from the last checkpoint (`service.checkpoint_every`), and clients that wait go on. The log and saved weights are never deleted.
-- Replicas have one version at a time: samples of another one cause a sync.
+  from the last checkpoint (`service.checkpoint_every`), and clients that wait go on. The log is never cut; saved weights stay
+  until they are deleted, whatever their ttl.
+- Replicas have one version at a time: samples of another one cause a sync. One that dies is replaced, and its samples repeated.
 - Losses: engine/objective/token_losses.py, and the client's own in two passes. Refused by name: other losses, adapters of the
-  output layer (or left frozen: `service.frozen_unembed`), experts, images, top-k log-probs, `megatron_fsdp`, colocated replicas,
-  several trainer ranks, `engine.lora.sync=adapter`, GPUs.
-- It listens on loopback; for another `service.host` the environment needs MEGASYNC_API_KEY.
+  output layer (or left frozen: `service.frozen_unembed`), experts, images, top-k log-probs of sampled tokens, `megatron_fsdp`,
+  colocated replicas, `engine.lora.sync=adapter`, GPUs.
+- It listens on loopback; for another `service.host` the environment needs MEGASYNC_API_KEY. Web pages are not answered.
 
-wire.py      protobuf messages and JSON bodies of the client, and what they are refused for
+bodies.py    JSON bodies of the client, and what they are refused for
+wire.py      the same of its protobuf messages
 calls.py     a request as a call of the worker, in its client's order
 journal.py   the log of requests and results, out of which a killed server comes back
 worker.py    every rank: executes commands on the engine; syncs adapters to the replicas
 desk.py      rank 0: requests, their order, futures
 sampling.py  rank 0: sampling requests through the replicas
+catalog.py   rank 0: models and saved weights, as clients ask about them
+queries.py   rank 0: routes of lists and downloads
 http.py      rank 0: the HTTP server, in a thread
+front.py     rank 0: these together
 command.py   the verb
 trainer.py   the same calls in process, without a server: megasync.open
 

@@ -11,17 +11,18 @@ same command goes on where the log ends.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megasync.checks.check import check_run_folder
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
-from megasync.config.errors import ConfigError, main_errors, refuse, refuse_if, wrong
+from megasync.config.errors import ConfigError, main_errors, refuse, shown_value, wrong
 from megasync.config.files import lock
 from megasync.config.load import load_config
 from megasync.config.schema import Config
@@ -34,12 +35,18 @@ from megasync.models.folder import check_model_folder
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
-    from engine.engine import Engine
-    from megasync.run.rank_zero import RankZeroPart
+    from megasync.run.rank_zero import RankZero
     from megasync.service.desk import Request, Work
+    from megasync.service.front import Front
     from megasync.service.worker import Worker
 
 KEY = "MEGASYNC_API_KEY"
+SYNC_ATTEMPTS = 3
+# Keys by which requests of the log are read, and by which they are done again to the same bits.
+BITS = (
+    *("run.seed", "model.path", "model.dtype", "model.exact", "engine.parallel", "engine.lora", "engine.tokens_per_microbatch"),
+    *("rollout.max_model_len", "service.base_model", "service.frozen_unembed"),
+)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -50,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as engine.wrap=ddp")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="to listen on; 0: any that is free (default: 8000)")
     parser.add_argument("--nproc", type=int, metavar="N", help="trainer ranks on this machine")
+    help_text = "start all ranks again where one has died, so often (default: 3)"
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="K", help=help_text)
     given = parser.parse_intermixed_args(list(arguments))
     if launcher.is_rank(os.environ):
         return serve_rank(given)
@@ -57,8 +66,10 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(given.config, given.overrides)
         num_ranks = given.nproc or default_num_ranks(config, len(visible_devices()))
         check_service(config, num_ranks)
+        check_same(config, num_ranks)
         check_ray(config)
     command = torchrun(num_ranks, "megasync.service.command", given.config, *given.overrides, "--port", str(given.port))
+    command[3:3] = ["--max-restarts", str(given.max_restarts)]
     sys.stdout.flush()
     return os.execv(command[0], command)  # noqa: S606 # no shell is wanted
 
@@ -72,35 +83,42 @@ def check_service(config: Config, num_ranks: int) -> None:
     if gpus := visible_devices():
         remedy = "serve from lane cpu, with CUDA_VISIBLE_DEVICES= in the environment"
         raise ConfigError(f"{len(gpus)} GPUs are visible: a service runs on CPUs alone yet", remedy=remedy)
-    remedy = "write --nproc 1"
-    refuse_if(num_ranks > 1, f"nproc = {num_ranks}: a service has one trainer rank yet", remedy=remedy)
     refuse(_unserved(config))
     if config.service.host not in LOOPBACK and not os.environ.get(KEY):
         raise wrong(config, "service.host", f"others could connect, and {KEY} is not set", remedy=f"set {KEY} in the environment")
 
 
+def check_same(config: Config, num_ranks: int) -> None:
+    """ConfigError where the folder's log and state were made with other settings; notes those of a new folder."""
+    file = config.run.folder / "service" / "settings.json"
+    own = {"nproc": num_ranks} | {key: str(attrgetter(key)(config)) for key in BITS}
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(own))
+        return
+    for key, former in json.loads(file.read_text()).items():
+        if own.get(key) != former:
+            problem = f"{key} = {own.get(key)}: {config.run.folder} was made with {former}, by which its log is read"
+            raise ConfigError(problem, remedy=f"write {key}={former}, or another run.name")
+
+
 def _unserved(config: Config) -> Iterator[ConfigError]:
     """Of keys whose values a run may have, but no service."""
-    engine = config.engine
-    if not engine.lora.rank:
+    only = {
+        "engine.wrap": ("ddp", "adapters of several clients take turns with ddp alone"),
+        "engine.lora.sync": ("merged", "replicas of a service get merged weights"),
+        "engine.lora.dropout": (0.0, "a request that is repeated must have the same result"),
+        "engine.lora.adapter_path": ("", "each client's adapter has a start of its own"),
+        "engine.optimizer.offload": (False, "adapters that wait lie in host memory already"),
+        "rollout.placement": ("separate", "replicas that sleep while the trainer works do not serve clients yet"),
+        "rollout.on_update": ("drain", "a sample has the tokens of one version alone"),
+    }
+    for key, (served, problem) in only.items():
+        if attrgetter(key)(config) != served:
+            yield wrong(config, key, problem, remedy=f"write {key}={shown_value(served)}" if served != "" else "leave it out")
+    if not config.engine.lora.rank:
         remedy = "set it to the largest rank that a client may have"
         yield wrong(config, "engine.lora.rank", "clients train adapters", remedy=remedy)
-    if engine.wrap != "ddp":
-        problem = "adapters of several clients take turns with ddp alone"
-        yield wrong(config, "engine.wrap", problem, choices="ddp", remedy="write engine.wrap=ddp")
-    if engine.lora.sync != "merged":
-        problem = "replicas of a service get merged weights"
-        yield wrong(config, "engine.lora.sync", problem, choices="merged", remedy="write engine.lora.sync=merged")
-    if config.rollout.placement != "separate":
-        problem = "replicas that sleep while the trainer works do not serve clients yet"
-        yield wrong(config, "rollout.placement", problem, choices="separate", remedy="write rollout.placement=separate")
-    if engine.lora.dropout:
-        yield wrong(config, "engine.lora.dropout", "a request that is repeated must have the same result", remedy="write 0")
-    if engine.lora.adapter_path:
-        yield wrong(config, "engine.lora.adapter_path", "each client's adapter has a start of its own", remedy="leave it out")
-    if engine.optimizer.offload:
-        problem = "adapters that wait lie in host memory already"
-        yield wrong(config, "engine.optimizer.offload", problem, remedy="write false")
     if config.model.dtype == "float16":
         yield wrong(config, "model.dtype", "clients' losses are not scaled", choices="bfloat16, float32", remedy="write bfloat16")
     if config.teacher.paths:
@@ -123,18 +141,19 @@ def serve_rank(given: argparse.Namespace) -> int:
     with ExitStack() as ends:
         pool = _begin_replicas(config, rank, ends)
         from engine.runtime import parallel
-        from megasync.run.rank_zero import RankZeroPart
+        from megasync.run.rank_zero import RankZero
+        from megasync.service.front import Front
         from megasync.service.worker import Worker, build_engine
 
         parallel.initialize(config.engine.parallel, config.run.seed)
         ends.callback(parallel.shutdown)
         with main_errors(speak=rank == 0, of_files=False):
             engine = build_engine(config)
-            replicas: RankZeroPart[ReplicaPool] = RankZeroPart(pool)
+            replicas: RankZero[ReplicaPool] = RankZero(pool)
             worker = Worker(config, engine, replicas)
         ends.callback(worker.close)
         done = worker.restore()
-        front = RankZeroPart(lambda: Front(config, given.port, worker, replicas, done, ends))
+        front = RankZero(lambda: Front(config, worker, replicas, done, ends, given.port, os.environ.get(KEY, "")))
         serve(worker, front, done)
     return 0
 
@@ -151,54 +170,7 @@ def _begin_replicas(config: Config, rank: int, ends: ExitStack) -> Any:
     return start.finish
 
 
-class Front:
-    """Rank 0's desk, server and sampling."""
-
-    def __init__(
-        self, config: Config, port: int, worker: Worker, replicas: RankZeroPart[ReplicaPool], done: int, ends: ExitStack
-    ) -> None:
-        from megasync.run.rank_zero import of_rank_zero
-        from megasync.service.calls import Reader
-        from megasync.service.desk import Desk
-        from megasync.service.http import Server
-        from megasync.service.journal import Journal
-        from megasync.service.sampling import Sampling
-
-        self.config, self.worker = config, worker
-        hf_config = worker.engine.mbridge.hf_config
-        names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
-        most = config.rollout.max_model_len or hf_config.max_position_embeddings
-        reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed)
-        journal = Journal(worker.folder / "log.jsonl")
-        ends.callback(journal.close)
-        self.desk = Desk(config.service, journal, reader, done)
-        self.sampling = Sampling(of_rank_zero(replicas.here), _ends_of(worker.engine), self.finish)
-        ends.callback(self.sampling.close)
-        server = Server(config.service, self.desk, os.environ.get(KEY, ""), self.info, most)
-        port = server.start(config.service.host, port)
-        ends.callback(server.close)
-        print(f"{names[0]} is served at http://{config.service.host}:{port}", flush=True)
-
-    def finish(self, request: Request, result: Any) -> None:
-        if problem := self.desk.finish(request, result):
-            print(problem, file=sys.stderr, flush=True)
-
-    def info(self, name: str) -> dict[str, Any] | None:
-        """Of a model by its id, or of saved weights by their path."""
-        base = self.desk.reader.base_models[0]
-        if not name.startswith("tinker://"):
-            spec = self.worker.driven.specs.get(name)
-            data = {"model_name": base, "tokenizer_id": str(Path(self.config.model.path).resolve())}
-            found = {"type": "get_info", "model_id": name, "model_data": data, "model_name": base, "is_lora": True}
-            return None if spec is None else {**found, "lora_rank": spec.rank}
-        spec = self.worker.saved_spec(name)
-        if spec is None:
-            return None
-        trained = {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": False}
-        return {"base_model": base, "is_lora": True, "lora_rank": spec.rank, **trained}
-
-
-def serve(worker: Worker, front: RankZeroPart[Front], done: int) -> None:
+def serve(worker: Worker, front: RankZero[Front], done: int) -> None:
     """Every rank: one work after another. Collective."""
     every = worker.config.service.checkpoint_every
     while True:
@@ -209,6 +181,8 @@ def serve(worker: Worker, front: RankZeroPart[Front], done: int) -> None:
             sync(worker, front, work.version)
             continue
         (request,) = work.requests
+        if request.order >= done and worker.loses_former(request.call.kind, request.call.arguments):
+            worker.checkpoint(request.order)  # so that nothing before it is done again
         train(worker, front, request)
         if every and request.order >= done and (request.order + 1) % every == 0:
             worker.checkpoint(request.order + 1)
@@ -216,16 +190,18 @@ def serve(worker: Worker, front: RankZeroPart[Front], done: int) -> None:
 
 def next_work(front: Front, present: str | None) -> Work:
     """Samples need no other rank: they are sent off here."""
-    while (work := front.desk.next_work(present)).kind == "sample":
+    while (work := front.desk.next_work(None if front.sampling.lost else present)).kind == "sample":
         front.sampling.start(work.requests)
     return work
 
 
-def train(worker: Worker, front: RankZeroPart[Front], request: Request) -> None:
+def train(worker: Worker, front: RankZero[Front], request: Request) -> None:
     """One training request on all ranks. What is refused is the client's to know; anything else ends the service."""
-    from engine.driven import Passed, RefusedError
+    from engine.adapters import RefusedError
+    from engine.driven import Passed
+    from megasync.service.bodies import BadRequestError
     from megasync.service.desk import Result, as_json, error
-    from megasync.service.wire import BadRequestError, forward_backward_output
+    from megasync.service.wire import forward_backward_output
 
     try:
         done = getattr(worker, request.call.kind)(**request.call.arguments)
@@ -239,26 +215,30 @@ def train(worker: Worker, front: RankZeroPart[Front], request: Request) -> None:
         front.here.finish(request, result)
 
 
-def sync(worker: Worker, front: RankZeroPart[Front], version: str) -> None:
-    """Bring the replicas to a version; where there is none such, its samples fail."""
-    from engine.driven import RefusedError
+def sync(worker: Worker, front: RankZero[Front], version: str) -> None:
+    """Bring the replicas to a version, which replaces dead ones; where that fails, its samples fail."""
+    from bridge.messages import SyncError
+    from engine.adapters import RefusedError
     from megasync.service.desk import error
 
-    try:
-        worker.sync(version)
-    except RefusedError as refused:
-        if front.here is not None:
-            for request in front.here.desk.take_samples(version):
-                front.here.finish(request, error(str(refused), "user"))
-
-
-def _ends_of(engine: Engine) -> tuple[int, ...]:
-    """Tokens that end a response of the model."""
-    from megasync.data.tokenizer import generation_ends
-
-    own = engine.mbridge.hf_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or [])
-    return tuple(dict.fromkeys([*ends, *generation_ends(Path(engine.mbridge.hf_config._name_or_path))]))
+    problem = error("", "server")
+    for _ in range(SYNC_ATTEMPTS):
+        if front.call(lambda front: front.renew_replicas()):
+            worker.renew_members()
+        try:
+            worker.sync(version)
+        except RefusedError as refused:
+            problem = error(str(refused), "user")
+            break
+        except SyncError as failed:
+            problem = error(str(failed), "server")
+            if front.here is not None:
+                front.here.sampling.lost |= set(failed.failed_replicas)
+        else:
+            return
+    if front.here is not None:
+        for request in front.here.desk.take_samples(version):
+            front.here.finish(request, problem)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,28 @@
 """Rank 0's requests: each is logged before it is acknowledged, done once, and its result kept for whoever asks again.
 
 The HTTP thread submits and waits, the main thread takes work and finishes it. Training requests are done in the order in which
-they were accepted; a client sends the next once the former is acknowledged. `next_work` chooses between training and sampling.
-Leaves out how they are read (calls.py) and executed (worker.py, sampling.py).
+they were accepted, which is each client's own. `next_work` chooses between training and sampling. In memory a request is about a
+kilobyte: its body and its result are read from the log. Leaves out how they are read (calls.py) and executed (worker.py,
+sampling.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megasync.config.service_section import ServiceConfig
-from megasync.service.calls import SAMPLE, TRAINING, Call, Reader
-from megasync.service.journal import Journal, Line
-from megasync.service.wire import BadRequestError
+from megasync.service.bodies import BadRequestError
+from megasync.service.calls import DELETE, SAMPLE, TRAINING, Call, Reader
+from megasync.service.journal import Journal, Line, Place
 
 Form = Literal["json", "protobuf", "error"]
 
@@ -38,19 +40,21 @@ class TooBusyError(RuntimeError):
 
 @dataclass(eq=False)
 class Request:
-    """One that was accepted."""
+    """One that was accepted. `call` has arguments only while it is executed."""
 
     name: str  # in futures
     call: Call
     digest: str  # of the body
     number: int  # of acceptance, among all
+    place: Place  # in the log
     order: int = -1  # among training requests
-    result: Result | None = None
+    result: Place | Result | None = None  # in the log; in memory what failed here, which is tried again after a restart
+    num_failures: int = 0
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the other ranks, which execute the call."""
-        return Request, (self.name, self.call, self.digest, self.number, self.order)
+        return Request, (self.name, self.call, self.digest, self.number, self.place, self.order)
 
 
 class Work(NamedTuple):
@@ -68,11 +72,11 @@ class Desk:
         self._config, self._journal, self.reader = config, journal, reader
         self._changed = threading.Condition()
         self._requests: dict[str, Request] = {}
-        self._by_place: dict[tuple[str, str], Request] = {}  # (scope, seq) and ("key", idempotency key)
+        self._by_place: dict[tuple[str, str], Request] = {}  # (scope, seq), or ("key", idempotency key) where there is no seq
+        self._last_seq: dict[str, int] = {}  # of each training client
         self._training: deque[Request] = deque()
         self._samples: list[Request] = []
-        self._results: deque[Request] = deque()
-        self._result_bytes = 0
+        self._in_flight: set[Request] = set()  # samples that replicas work on
         self._order, self._is_ended = 0, False
         self._restore(done)
 
@@ -92,32 +96,47 @@ class Desk:
             call = self.reader.read(kind, body)
             if call.seq is not None and (former := self._by_place.get((call.scope, str(call.seq)))) is not None:
                 return _same(former, kind, digest)
-            if len(self._training) + len(self._samples) >= self._config.max_waiting:
+            self._check_place(call)
+            if len(self._training) + len(self._samples) + len(self._in_flight) >= self._config.max_waiting:
                 raise TooBusyError(f"{self._config.max_waiting} requests wait (service.max_waiting)")
             name = f"{len(self._requests)}-{digest[:12]}"
             line = {"request": name, "kind": kind, "key": key, "body": base64.b64encode(body).decode()}
-            self._journal.append(line)
-            request = self._accept(name, call, digest, key)
+            request = self._accept(name, call, digest, key, self._journal.append(line))
             self._queue(request)
             self._changed.notify_all()
             return request
 
-    async def wait(self, name: str, seconds: float) -> Result | None:
-        """The result, or None where there is none after so many seconds. KeyError: there is no such request, or not any more."""
+    async def wait(self, name: str, seconds: float) -> bool:
+        """Whether there is a result after so many seconds. KeyError: there is no such request."""
         event = asyncio.Event()
         with self._changed:
             request = self._requests[name]
-            if request.result is not None:
-                if not request.result.body:
-                    raise KeyError(name)
-                return request.result
             waiter = (asyncio.get_running_loop(), event)
-            request.waiters.append(waiter)
-        try:
-            await asyncio.wait_for(event.wait(), seconds)
-        except TimeoutError:
-            request.waiters.remove(waiter)
-        return request.result
+            if request.result is None:
+                request.waiters.append(waiter)
+        if request.result is None:
+            try:
+                await asyncio.wait_for(event.wait(), seconds)
+            except TimeoutError:
+                pass
+            finally:
+                with self._changed:
+                    request.waiters = [each for each in request.waiters if each is not waiter]
+        return request.result is not None
+
+    def result(self, name: str) -> tuple[Form, int, Iterable[bytes]]:
+        """What `wait` has waited for: its form, its bytes, and these piece by piece out of the log."""
+        result = self._requests[name].result
+        assert result is not None
+        if isinstance(result, Result):
+            return result.form, len(result.body), [result.body]
+        line, num_bytes, pieces = self._journal.body(result)
+        return line["form"], num_bytes, pieces
+
+    def is_used(self, version: str) -> bool:
+        """Whether samples of this version wait or run."""
+        with self._changed:
+            return any(each.call.version == version for each in (*self._samples, *self._in_flight))
 
     # ------------------------------------------------------------------------------------------------ of the main thread
 
@@ -132,10 +151,11 @@ class Desk:
                     return Work("end")
                 if own := [each for each in self._samples if each.call.version == present]:
                     self._samples = [each for each in self._samples if each.call.version != present]
-                    return Work("sample", own)
-                oldest = self._samples[0] if self._samples else None
+                    self._in_flight |= set(own)
+                    return Work("sample", [self._with_arguments(each) for each in own])
+                oldest = min(self._samples, key=lambda each: each.number, default=None)
                 if self._training and (oldest is None or self._training[0].number < oldest.number):
-                    return Work("train", [self._training.popleft()])
+                    return Work("train", [self._with_arguments(self._training.popleft())])
                 if oldest is not None:
                     return Work("sync", version=oldest.call.version)
                 self._changed.wait()
@@ -143,17 +163,27 @@ class Desk:
     def finish(self, request: Request, result: Result) -> str:
         """Keep the result and wake up whoever waits. Returns what is wrong where a repeated request had another result before."""
         with self._changed:
-            if request.result is not None:
-                is_same = request.result.body in (b"", result.body)
-                return "" if is_same else f"request {request.name} ({request.call.kind}) had another result before the restart"
-            if result.form != "error" or b'"server"' not in result.body:  # what failed here is tried again after a restart
+            self._in_flight.discard(request)
+            request.call = dataclasses.replace(request.call, arguments={})
+            if (former := self._result(request)) is not None:
+                return "" if former == result else f"request {request.name} had another result before the restart"
+            if is_ours(result):
+                request.result = result
+            else:
                 encoded = base64.b64encode(result.body).decode()
-                self._journal.append({"result": request.name, "form": result.form, "body": encoded})
-            self._keep(request, result)
+                request.result = self._journal.append({"result": request.name, "form": result.form, "body": encoded})
             for loop, event in request.waiters:
                 loop.call_soon_threadsafe(event.set)
-            request.waiters.clear()
+            request.waiters = []
         return ""
+
+    def give_back(self, request: Request) -> None:
+        """A sample that a replica did not finish waits again."""
+        with self._changed:
+            self._in_flight.discard(request)
+            request.num_failures += 1
+            self._samples.append(request)
+            self._changed.notify_all()
 
     def take_samples(self, version: str) -> list[Request]:
         """The samples of a version that there cannot be; they do not wait any more."""
@@ -169,16 +199,26 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _accept(self, name: str, call: Call, digest: str, key: str) -> Request:
-        request = Request(name, call, digest, len(self._requests))
+    def _check_place(self, call: Call) -> None:
+        """BadRequestError for a training request out of its client's order, and for weights that samples need."""
+        last = self._last_seq.get(call.scope, -1)
+        if call.kind in TRAINING and call.seq is not None and call.seq < last:
+            raise BadRequestError(f"seq_id = {call.seq}: {call.scope} has sent {last} before; a client's requests come in order")
+        if call.kind == DELETE and self.is_used(call.version):
+            raise BadRequestError(f"path = {call.version!r}: samples of it wait or run; delete it after them")
+
+    def _accept(self, name: str, call: Call, digest: str, key: str, place: Place) -> Request:
+        self.reader.accepted(call, name)
+        request = Request(name, dataclasses.replace(call, arguments={}), digest, len(self._requests), place)
         if call.kind in TRAINING:
             request.order, self._order = self._order, self._order + 1
         self._requests[name] = request
         if call.seq is not None:
             self._by_place[call.scope, str(call.seq)] = request
-        if key:
+            if call.kind in TRAINING:
+                self._last_seq[call.scope] = call.seq
+        elif key:
             self._by_place["key", key] = request
-        self.reader.accepted(call, name)
         return request
 
     def _queue(self, request: Request) -> None:
@@ -187,33 +227,33 @@ class Desk:
         elif request.call.kind == SAMPLE:
             self._samples.append(request)
 
-    def _keep(self, request: Request, result: Result) -> None:
-        """Of results beyond `service.max_result_bytes` the oldest lose their bytes."""
-        request.result = result
-        self._results.append(request)
-        self._result_bytes += len(result.body)
-        while self._result_bytes > self._config.max_result_bytes and len(self._results) > 1:
-            oldest = self._results.popleft()
-            assert oldest.result is not None
-            self._result_bytes -= len(oldest.result.body)
-            oldest.result = Result(oldest.result.form, b"")
+    def _with_arguments(self, request: Request) -> Request:
+        line = self._journal.read(request.place)
+        arguments = self.reader.read(line["kind"], base64.b64decode(line["body"])).arguments
+        request.call = dataclasses.replace(request.call, arguments=arguments)
+        return request
+
+    def _result(self, request: Request) -> Result | None:
+        if not isinstance(request.result, Place):
+            return request.result
+        line = self._journal.read(request.result)
+        return Result(line["form"], base64.b64decode(line["body"]))
 
     def _restore(self, done: int) -> None:
         """From the log: requests with their results. Those after the state's `done`, and samples without results, are to do."""
-        for line in self._journal.lines:
-            self._restore_line(line)
+        for place, line in self._journal.replay():
+            self._restore_line(place, line)
         for request in self._requests.values():
             if request.order >= done or (request.call.kind == SAMPLE and request.result is None):
                 self._queue(request)
-        self._journal.lines = []
 
-    def _restore_line(self, line: Line) -> None:
-        body = base64.b64decode(line["body"])
+    def _restore_line(self, place: Place, line: Line) -> None:
         if "request" in line:
+            body = base64.b64decode(line["body"])
             call = self.reader.read(line["kind"], body)
-            self._accept(line["request"], call, hashlib.sha256(body).hexdigest(), line["key"])
+            self._accept(line["request"], call, hashlib.sha256(body).hexdigest(), line["key"], place)
         else:
-            self._keep(self._requests[line["result"]], Result(line["form"], body))
+            self._requests[line["result"]].result = place
 
 
 def _same(former: Request, kind: str, digest: str) -> Request:
@@ -225,6 +265,11 @@ def _same(former: Request, kind: str, digest: str) -> Request:
 
 def error(message: str, category: Literal["user", "server"]) -> Result:
     return Result("error", json.dumps({"error": message, "category": category}).encode())
+
+
+def is_ours(result: Result) -> bool:
+    """Whether it is an error of the server, and no result."""
+    return result.form == "error" and json.loads(result.body)["category"] == "server"
 
 
 def as_json(value: Any) -> Result:

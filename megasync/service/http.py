@@ -1,7 +1,7 @@
 """The HTTP server of rank 0: an aiohttp application in a thread of its own. It submits to the desk and waits there.
 
-Leaves out what a request means (calls.py). Routes are those that Tinker's client calls; those of its hosted service alone, such
-as billing, get an answer that says so.
+Leaves out what a request means (calls.py), lists and downloads (queries.py). Routes are those that Tinker's client calls; those
+of its hosted service alone, such as billing, get an answer that says so.
 """
 
 from __future__ import annotations
@@ -11,30 +11,44 @@ import hmac
 import json
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from contextlib import suppress
 
 from aiohttp import web
 
 from megasync.config.service_section import ServiceConfig
-from megasync.service.calls import BASE, SAMPLE, TRAINING
-from megasync.service.desk import Desk, Result, TooBusyError, error
-from megasync.service.wire import PROTOBUF, BadRequestError, GetInfo, RetrieveFuture, WeightsInfo, parse
+from megasync.service.bodies import BadRequestError, GetInfo, RetrieveFuture, WeightsInfo, parse
+from megasync.service.calls import BASE, DELETE, FINISH, OF_MODELS, SAMPLE, SAVES
+from megasync.service.catalog import Catalog, Found
+from megasync.service.desk import Desk, Form, Result, TooBusyError, error
+from megasync.service.queries import CHECKPOINT, PREFIX, SIGNED, Queries, found_or, path_of_route, problem
+from megasync.service.wire import PROTOBUF
 
-PREFIX = "/api/v1"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Info = Callable[[str], dict[str, Any] | None]
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False}
+MOVE_SECONDS = 120.0  # for a body to arrive, or a result to be read
+CLOSE_SECONDS = 1.0
+TOO_LARGE = 413
+STATUS: dict[type[Exception], int] = {
+    BadRequestError: 422,
+    TooBusyError: 429,
+    TimeoutError: 408,
+    web.HTTPRequestEntityTooLarge: TOO_LARGE,
+}
+JSON_BYTES = 2**20  # of a body that is no protobuf, beside its tokens
+TOKEN_BYTES = 16  # of a token in JSON
 
 
 class Server:
-    """`key`: what clients must send; empty: anything. `info`: of a model by its id, or of saved weights by their path."""
+    """`key`: what clients must send; empty: anything."""
 
-    def __init__(self, config: ServiceConfig, desk: Desk, key: str, info: Info, max_tokens: int) -> None:
-        self._config, self._desk, self._key, self._info = config, desk, key, info
+    def __init__(self, config: ServiceConfig, desk: Desk, catalog: Catalog, key: str, max_tokens: int) -> None:
+        self._config, self._desk, self._catalog, self._key = config, desk, catalog, key
         self._max_tokens = max_tokens
+        self._queries = Queries(catalog, desk.reader)
         self._failed: dict[str, Result] = {}  # requests that were never accepted
+        self._arriving_bytes = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
 
@@ -45,31 +59,34 @@ class Server:
         return started.result()
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(5.0)
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(5.0 * CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _start(self, host: str, port: int) -> int:
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
-        app.add_routes([web.post(f"{PREFIX}/{kind}", self._submit) for kind in (*TRAINING, SAMPLE)])
+        app.add_routes([web.post(f"{PREFIX}/{kind}", self._submit) for kind in (*OF_MODELS, *SAVES, SAMPLE)])
         app.add_routes(
             [
                 web.post(f"{PREFIX}/create_session", self._create_session),
                 web.post(f"{PREFIX}/create_sampling_session", self._create_sampling_session),
+                web.post(f"{PREFIX}/sessions/{{name}}/finish", self._finish_session),
                 web.post(f"{PREFIX}/retrieve_future", self._retrieve),
                 web.post(f"{PREFIX}/get_info", self._get_info),
                 web.post(f"{PREFIX}/weights_info", self._weights_info),
                 web.get(f"{PREFIX}/samplers/{{name}}", self._sampler),
                 web.get(f"{PREFIX}/get_server_capabilities", self._capabilities),
+                *self._queries.routes(),
+                web.delete(CHECKPOINT, self._delete),
+                web.put(f"{CHECKPOINT}/ttl", _always({})),  # saved weights stay until they are deleted
                 web.post(f"{PREFIX}/client/config", _always(CLIENT_CONFIG)),
                 web.post(f"{PREFIX}/client/dynamic_config", _always({})),
                 web.post(f"{PREFIX}/session_heartbeat", _always({"type": "session_heartbeat"})),
-                web.post(f"{PREFIX}/sessions/{{name}}/finish", _always({})),
                 web.post(f"{PREFIX}/telemetry", _always({"status": "accepted"})),
                 web.get(f"{PREFIX}/healthz", _always({"status": "ok"})),
                 web.route("*", "/{tail:.*}", self._not_here),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -79,81 +96,116 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The key, and errors as answers with a `detail`."""
+        """The key, and errors as answers with a `detail`. Pages in a browser get none: no client of ours sends an Origin."""
+        if "Origin" in request.headers:
+            return problem(403, "requests of web pages are not answered")
         sent = request.headers.get("X-API-Key", "") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(sent.encode(), self._key.encode()):
-            return _problem(401, "wrong key: TINKER_API_KEY must be the server's MEGASYNC_API_KEY")
+        is_signed = request.match_info.route.name == SIGNED
+        if self._key and not is_signed and not hmac.compare_digest(sent.encode(), self._key.encode()):
+            return problem(401, "wrong key: TINKER_API_KEY must be the server's MEGASYNC_API_KEY")
         try:
             return await handler(request)
-        except BadRequestError as problem:
-            return _problem(422, str(problem))
-        except TooBusyError as problem:
-            return _problem(429, str(problem))
-        except web.HTTPRequestEntityTooLarge:
-            return _problem(413, f"the body is larger than {self._config.max_body_bytes} bytes (service.max_body_bytes)")
+        except tuple(STATUS) as refused:
+            too_large = f"the body is larger than {self._config.max_body_bytes} bytes (service.max_body_bytes)"
+            status = STATUS[type(refused)]
+            return problem(status, too_large if status == TOO_LARGE else str(refused) or f"it took over {MOVE_SECONDS:g} s")
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Its memory is reserved before it arrives; a body of unknown length may be as large as any."""
+        length = request.content_length
+        most = self._config.max_body_bytes
+        reserved = most if length is None else min(length, most)
+        if self._arriving_bytes and self._arriving_bytes + reserved > self._config.max_arriving_bytes:
+            raise TooBusyError(f"{self._arriving_bytes} bytes of other bodies arrive (service.max_arriving_bytes)")
+        self._arriving_bytes += reserved
+        try:
+            body = await asyncio.wait_for(request.read(), MOVE_SECONDS)
+        finally:
+            self._arriving_bytes -= reserved
+        if request.path.rpartition("/")[2] != "forward_backward" and len(body) > JSON_BYTES + TOKEN_BYTES * self._max_tokens:
+            raise BadRequestError(f"the body has {len(body)} bytes of JSON: {JSON_BYTES} are possible beside tokens")
+        return body
 
     async def _not_here(self, request: web.Request) -> web.StreamResponse:
-        return _problem(404, f"{request.method} {request.path}: not here; this is `megasync serve`, not the hosted service")
+        return problem(404, f"{request.method} {request.path}: not here; this is `megasync serve`, not the hosted service")
 
     # ------------------------------------------------------------------------------------------------ requests and futures
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         """What cannot be done is a future that has failed: the client goes on with its next request."""
-        kind, body = request.path.rpartition("/")[2], await request.read()
+        kind = request.path.rpartition("/")[2]
         if request.headers.get("Content-Encoding", "identity") != "identity":
-            return _problem(415, f"Content-Encoding = {request.headers['Content-Encoding']}: bodies are not compressed here")
+            return problem(415, f"Content-Encoding = {request.headers['Content-Encoding']}: bodies are not compressed here")
         try:
-            accepted = self._desk.submit(kind, body, request.headers.get("x-idempotency-key", ""))
-        except BadRequestError as problem:
-            return web.json_response({"request_id": self._fail(str(problem))} | _sequence_ids(kind, "failed", body))
-        answer = {"request_id": accepted.name} | _sequence_ids(kind, accepted.name, body)
+            accepted = self._desk.submit(kind, await self._body(request), request.headers.get("x-idempotency-key", ""))
+        except BadRequestError as refused:
+            return web.json_response({"request_id": self._fail(str(refused))})
+        answer: Found = {"request_id": accepted.name}
+        if kind == SAMPLE:  # the client wants the id of each sequence at once
+            answer["sample_sequence_ids"] = [f"{accepted.name}/{index}" for index in range(accepted.call.count)]
         if kind in ("create_model", "load_weights"):
-            answer["model_id"] = accepted.call.arguments["model"]
+            answer["model_id"] = accepted.call.scope
         return web.json_response(answer)
 
-    def _fail(self, problem: str) -> str:
+    def _fail(self, text: str) -> str:
         name = f"failed-{uuid.uuid4()}"
-        self._failed[name] = error(problem, "user")
+        self._failed[name] = error(text, "user")
         if len(self._failed) > self._config.max_waiting:
             del self._failed[next(iter(self._failed))]
         return name
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
-        name = parse(RetrieveFuture, await request.read()).request_id
+        name = parse(RetrieveFuture, await self._body(request)).request_id
+        if (failed := self._failed.get(name)) is not None:
+            return web.Response(body=failed.body, content_type="application/json")
         try:
-            result = self._failed.get(name) or await self._desk.wait(name, self._config.poll_seconds)
+            is_done = await self._desk.wait(name, self._config.poll_seconds)
         except KeyError:
-            return _problem(410, f"request_id = {name!r}: there is no such request, or its result was dropped")
-        if result is None:
+            return problem(410, f"request_id = {name[:100]!r}: there is no such request")
+        if not is_done:
             return web.json_response({"type": "try_again", "request_id": name, "queue_state": "active"}, status=408)
-        return web.Response(body=result.body, content_type=PROTOBUF if result.form == "protobuf" else "application/json")
+        return await _sent(request, *self._desk.result(name))
 
     async def _create_session(self, request: web.Request) -> web.StreamResponse:
-        accepted = self._desk.submit("create_session", await request.read(), request.headers.get("x-idempotency-key", ""))
+        accepted = self._desk.submit("create_session", await self._body(request), request.headers.get("x-idempotency-key", ""))
         return web.json_response({"type": "create_session", "session_id": accepted.name})
 
     async def _create_sampling_session(self, request: web.Request) -> web.StreamResponse:
         key = request.headers.get("x-idempotency-key", "")
-        call = self._desk.submit("create_sampling_session", await request.read(), key).call
+        call = self._desk.submit("create_sampling_session", await self._body(request), key).call
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": f"{call.scope}:{call.seq}"})
+
+    async def _finish_session(self, request: web.Request) -> web.StreamResponse:
+        """Its models leave memory behind all that was asked before."""
+        await self._body(request)  # why it ended: nobody reads it
+        self._desk.submit(FINISH, json.dumps({"session_id": request.match_info["name"]}).encode(), "")
+        return web.json_response({})
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        path = path_of_route(request)
+        if self._catalog.weights(path) is None:
+            return problem(404, f"{path}: there are no such weights")
+        key = request.headers.get("x-idempotency-key", "")
+        accepted = self._desk.submit(DELETE, json.dumps({"path": path}).encode(), key)
+        while not await self._desk.wait(accepted.name, self._config.poll_seconds):
+            pass
+        return web.Response(status=204)
 
     # ------------------------------------------------------------------------------------------------ queries
 
     async def _get_info(self, request: web.Request) -> web.StreamResponse:
-        model = parse(GetInfo, await request.read()).model_id
-        info = self._info(model)
-        return _problem(404, f"model_id = {model!r}: there is no such model") if info is None else web.json_response(info)
+        model = parse(GetInfo, await self._body(request)).model_id
+        return found_or(self._catalog.model(model), f"model_id = {model[:100]!r}: there is no such model")
 
     async def _weights_info(self, request: web.Request) -> web.StreamResponse:
-        path = parse(WeightsInfo, await request.read()).tinker_path
-        info = self._info(path)
-        return _problem(404, f"tinker_path = {path!r}: there are no such weights") if info is None else web.json_response(info)
+        path = parse(WeightsInfo, await self._body(request)).tinker_path
+        return found_or(self._catalog.weights(path), f"tinker_path = {path!r}: there are no such weights")
 
     async def _sampler(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         version = self._desk.reader.samplers.get(name)
         if version is None:
-            return _problem(404, f"sampler {name!r}: there is no such session")
+            return problem(404, f"sampler {name!r}: there is no such session")
         found = {"sampler_id": name, "base_model": self._desk.reader.base_models[0]}
         return web.json_response(found if version == BASE else {**found, "model_path": version})
 
@@ -162,23 +214,22 @@ class Server:
         return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
 
 
-def _always(answer: dict[str, Any]) -> Handler:
+async def _sent(request: web.Request, form: Form, num_bytes: int, pieces: Iterable[bytes]) -> web.StreamResponse:
+    """A client that does not read holds one piece in memory. TimeoutError: it reads too slowly."""
+    response = web.StreamResponse()
+    response.content_type = PROTOBUF if form == "protobuf" else "application/json"
+    response.content_length = num_bytes
+    with suppress(ConnectionResetError):  # the client is gone, and will ask again if it wants to know
+        async with asyncio.timeout(MOVE_SECONDS):
+            await response.prepare(request)
+            for piece in pieces:
+                await response.write(piece)
+            await response.write_eof()
+    return response
+
+
+def _always(answer: Found) -> Handler:
     async def handle(_: web.Request) -> web.StreamResponse:
         return web.json_response(answer)
 
     return handle
-
-
-def _problem(status: int, detail: str) -> web.Response:
-    return web.json_response({"detail": detail}, status=status)
-
-
-def _sequence_ids(kind: str, name: str, body: bytes) -> dict[str, Any]:
-    """A sampling client wants the id of each sequence at once."""
-    if kind != SAMPLE:
-        return {}
-    try:
-        count = int(json.loads(body).get("num_samples", 1))
-    except (ValueError, TypeError, AttributeError):
-        count = 1
-    return {"sample_sequence_ids": [f"{name}/{index}" for index in range(min(max(count, 1), 4096))]}

@@ -1,11 +1,13 @@
 """Sampling requests through the replicas, on rank 0: sent by the main thread, awaited by threads beside it.
 
+A request goes to one replica, in turns. Where that dies, the desk gets the request back, and the next sync has another replica.
 Leaves out which weights the replicas have (worker.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,46 +15,80 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.generation import Completion, GenerationRequest
-from bridge.replicas.pool import Generation, ReplicaPool
-from megasync.service.desk import Request, Result, error
-from megasync.service.wire import SamplingParams, sample_response
+from bridge.replicas.launched import ReplicaDiedError
+from bridge.replicas.pool import ReplicaPool
+from megasync.service.bodies import SamplingParams
+from megasync.service.desk import Desk, Request, Result, error
+from megasync.service.wire import sample_response
 
-SCORE_SECONDS = 600.0
 THREADS = 64
+PROBE_SECONDS = 10.0
+MAX_FAILURES = 3  # of a request, through as many replicas
 
 
 class Sampling:
-    """`finish` is called with each request's result, in any thread."""
+    """`finish` is called with each request's result, in any thread. `lost`: replicas that failed since they were replaced."""
 
-    def __init__(self, pool: ReplicaPool, end_tokens: tuple[int, ...], finish: Callable[[Request, Result], None]) -> None:
+    def __init__(
+        self, pool: ReplicaPool, end_tokens: tuple[int, ...], desk: Desk, finish: Callable[[Request, Result], None]
+    ) -> None:
         """`end_tokens`: those of the model, which end a response unless a request says what does."""
-        self._pool, self._end_tokens, self._finish = pool, end_tokens, finish
+        self._pool, self._end_tokens, self._desk, self._finish = pool, end_tokens, desk, finish
         self._threads = ThreadPoolExecutor(THREADS, "sampling")
+        self._turns = itertools.count()
+        self.lost: set[int] = set()
+        self.num_syncs = 0  # a request that runs through one was on a replica that died
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Does not wait for responses, but for log-probs of prompts."""
-        wanted = [self._generation(request) for request in requests]
-        scored = [index for index, request in enumerate(requests) if request.call.arguments["has_prompt_log_probs"]]
-        scores: dict[int, npt.NDArray[np.float32]] = {}
-        if scored:
-            prompts = [requests[index].call.arguments["prompt"] for index in scored]
-            found = self._pool.score(self._pool.members[0], prompts, SCORE_SECONDS)
-            scores = dict(zip(scored, found, strict=True))
-        for index, (request, each) in enumerate(zip(requests, wanted, strict=True)):
-            self._threads.submit(self._await, request, self._pool.generate([each]), scores.get(index))
+        """Does not wait."""
+        for request in requests:
+            members = self._pool.members
+            replica = members[next(self._turns) % len(members)]
+            arguments = request.call.arguments
+            is_scored = arguments["has_prompt_log_probs"] or arguments["num_top"]
+            try:
+                refs = [self._pool.ask(replica, "generate", [self._generation(request)])]
+                if is_scored:
+                    refs.append(self._pool.ask(replica, "score", [tuple(arguments["prompt"])], arguments["num_top"]))
+            except RuntimeError:  # it is known to be dead
+                self._retry(request, replica, self.num_syncs)
+            else:
+                self._threads.submit(self._await, request, replica, self.num_syncs, refs)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _await(self, request: Request, generation: Generation, scores: npt.NDArray[np.float32] | None) -> None:
+    def _await(self, request: Request, replica: int, num_syncs: int, refs: Sequence[object]) -> None:
         try:
-            (completions,) = generation.result()
-            sequences = [_sequence(each) for each in completions]
-            result = Result("protobuf", sample_response(sequences, scores))
-        except Exception as failure:  # noqa: BLE001 # the client gets the error
-            is_user = isinstance(failure, ValueError) or "ValueError" in type(failure).__name__
-            result = error(str(failure), "user" if is_user else "server")
-        self._finish(request, result)
+            generated, *scored = self._pool.gather(list(refs), None, [replica] * len(refs), "sampling")
+        except Exception as failure:  # noqa: BLE001 # whatever Ray or vLLM raise
+            if num_syncs == self.num_syncs and not isinstance(failure, ReplicaDiedError) and self._is_serving(replica):
+                self._finish(request, error(str(failure), "user"))
+            else:
+                self._retry(request, replica, num_syncs)
+            return
+        arguments = request.call.arguments
+        sequences = [_sequence(each) for each in generated[0]]
+        scores = scored[0][0] if scored else None
+        if not all(np.isfinite(log_probs).all() for _, log_probs, _ in sequences):
+            self._finish(request, error("log-probs are not finite: the weights are broken, such as by a learning rate", "user"))
+            return
+        self._finish(request, Result("protobuf", sample_response(sequences, scores, arguments["last"], arguments["num_top"])))
+
+    def _is_serving(self, replica: int) -> bool:
+        try:
+            self._pool.gather([self._pool.collect(replica, 0.0)], PROBE_SECONDS, [replica], "a probe")
+        except RuntimeError:
+            return False
+        return True
+
+    def _retry(self, request: Request, replica: int, num_syncs: int) -> None:
+        if num_syncs == self.num_syncs:
+            self.lost.add(replica)
+        if request.num_failures + 1 >= MAX_FAILURES:
+            self._finish(request, error(f"{MAX_FAILURES} replicas failed at it", "server"))
+        else:
+            self._desk.give_back(request)
 
     def _generation(self, request: Request) -> GenerationRequest:
         arguments, params = request.call.arguments, request.call.arguments["params"]

@@ -22,7 +22,7 @@ from engine.runtime import parallel
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.scope import listen_on_loopback
-from megasync.run.rank_zero import RankZeroPart
+from megasync.run.rank_zero import RankZero
 from megasync.run.replica_start import ReplicaStart
 from megasync.service.calls import path_of
 from megasync.service.command import check_service
@@ -55,7 +55,7 @@ class Trainer:
         self.config, self._ends = config, ends
         self.worker = Worker(config, build_engine(config), None)
         self.worker.create_model(MODEL, {"rank": config.engine.lora.rank, "seed": config.run.seed})
-        self._pool: RankZeroPart[Any] | None = None
+        self._pool: RankZero[Any] | None = None
         self._num_changes, self._num_sampled, self._num_requests = 0, -1, 0  # _num_sampled: of the changes when last synced
 
     def forward_backward(
@@ -98,7 +98,7 @@ class Trainer:
         if self._pool is None:
             start = ReplicaStart(self.config, detokenizes=True)
             self._ends.callback(start.close)
-            self._pool = RankZeroPart(start.finish)
+            self._pool = RankZero(start.finish)
             self.worker.connect(self._pool)
             self._ends.callback(self.worker.close)
         if self._num_sampled != self._num_changes:

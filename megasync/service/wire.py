@@ -1,29 +1,40 @@
-"""What Tinker's client (0.38) sends and expects: protobuf messages, JSON bodies, and what they are refused for.
+"""What Tinker's client (0.38) sends and expects in protobuf: passes and samples, and what they are refused for.
 
 The messages are built from a table of field numbers, which protobuf never changes, so that the client's package need not be
-installed here. Nothing from the wire is unpickled. Leaves out routes (http.py).
+installed here. Nothing from the wire is unpickled. Leaves out JSON (bodies.py) and routes (http.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bridge.generation import TokenScores
 from engine.driven import Datum
 from engine.objective.token_losses import TOKEN_LOSSES
+from megasync.service.bodies import BadRequestError
 
 PROTOBUF = "application/x-protobuf"
 FLOAT32, INT64 = 1, 2  # the client's enum DType
 NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
+NO_LOG_PROB = -99999.0  # the client's, of places without log-probs
 STOP_REASONS = {"stop": 0, "length": 1}
-_TYPES = {"bytes": 12, "string": 9, "int32": 5, "int64": 3, "bool": 8, "double": 1, "enum": 5}  # an enum's bytes are an int's
+_TYPES = {
+    "bytes": 12,
+    "string": 9,
+    "int32": 5,
+    "int64": 3,
+    "uint32": 13,
+    "bool": 8,
+    "double": 1,
+    "enum": 5,
+}  # an enum's bytes are an int's
 # message -> (field, number, type or message, in brackets where repeated, in braces for a map from strings)
 _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
     "SparseCsr": [("values", 1, "bytes"), ("crow_indices", 2, "bytes"), ("col_indices", 3, "bytes")],
@@ -42,8 +53,11 @@ _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
     "ForwardBackwardOutput": [
         *(("loss_fn_output_type", 1, "string"), ("loss_fn_outputs", 2, "[ArrayRecord]"), ("metrics", 3, "{double}")),
     ],
+    "TopkLogprobs": [("token_ids", 1, "bytes"), ("logprobs", 2, "bytes"), ("k", 3, "uint32"), ("length", 4, "uint32")],
     "SampledSequence": [("stop_reason", 1, "enum"), ("tokens", 2, "bytes"), ("logprobs", 3, "bytes")],
-    "SampleResponse": [("sequences", 1, "[SampledSequence]"), ("prompt_logprobs", 2, "bytes")],
+    "SampleResponse": [
+        *(("sequences", 1, "[SampledSequence]"), ("prompt_logprobs", 2, "bytes"), ("topk_prompt_logprobs", 3, "TopkLogprobs")),
+    ],
 }
 
 
@@ -78,164 +92,6 @@ MESSAGES = _classes()
 Sampled = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]  # tokens, log-probs, stop reason
 
 
-class BadRequestError(ValueError):
-    """A request that says what it must not, by name. Nothing has been done."""
-
-
-# ------------------------------------------------------------------------------------------------ JSON bodies
-
-
-class Body(BaseModel):
-    """Unknown fields are refused: nothing that a client asks for is skipped in silence."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), frozen=True, allow_inf_nan=False)
-
-    type: str = ""
-
-
-class CreateSession(Body):
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
-
-
-class Lora(Body):
-    rank: int
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class Optimizer(Body):
-    type: Literal["adamw"] = "adamw"
-
-
-class CreateModel(Body):
-    session_id: str
-    model_seq_id: int
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
-    lora_config: Lora
-    optimizer_config: Optimizer = Optimizer()
-
-
-class Adam(Body):
-    learning_rate: float = Field(default=1e-4, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = 0.0
-
-
-class OfModel(Body):
-    model_id: str
-    seq_id: int = Field(ge=0)
-
-
-class OptimStep(OfModel):
-    adam_params: Adam
-
-
-class SaveWeights(OfModel):
-    path: str | None = None
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-
-
-class SaveForSampler(OfModel):
-    path: str | None = None
-    sampling_session_seq_id: int | None = None
-    kind: Literal["snapshot"] = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
-
-
-class LoadWeights(Body):
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
-    path: str
-    optimizer: bool
-    optimizer_config: Optimizer | None = None
-    weights_access_token: None = None
-
-
-class CreateSamplingSession(Body):
-    session_id: str
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-class SamplingParams(Body):
-    max_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = Field(default=1.0, ge=0)
-    top_k: int = Field(default=-1, ge=-1)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-
-
-class TextChunk(Body):
-    tokens: list[int]
-
-
-class ModelInput(Body):
-    chunks: list[TextChunk]
-
-
-class Sample(Body):
-    prompt: ModelInput
-    sampling_params: SamplingParams
-    num_samples: int = Field(default=1, ge=1, le=4096)
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
-    base_model: str | None = None
-    model_path: str | None = None
-    prompt_logprobs: bool | None = None
-    # what the hosted service has besides
-    topk_prompt_logprobs: Literal[0] = 0
-    topk_sample_logprobs: Literal[0] = 0
-    target_prompt_logprobs: None = None
-    prompt_alt_tokens_k: Literal[0] = 0
-    prompt_logprobs_last_n: None = None
-    record_stability_info: Literal[False] | None = None
-
-
-class RetrieveFuture(Body):
-    request_id: str
-    allow_metadata_only: bool = False
-
-
-class GetInfo(Body):
-    model_id: str
-
-
-class WeightsInfo(Body):
-    tinker_path: str
-
-
-def parse(kind: type[Body], body: bytes) -> Any:
-    """BadRequestError names the field and what is wrong with it."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise BadRequestError(f"{where} = {str(first.get('input'))[:80]}: {first['msg']}") from error
-
-
-# ------------------------------------------------------------------------------------------------ protobuf
-
-
 @dataclass(frozen=True)
 class ForwardBackward:
     model_id: str
@@ -258,6 +114,8 @@ def parse_forward_backward(body: bytes, vocabulary_size: int, max_tokens: int) -
         raise BadRequestError(f"loss_fn = {name!r}: this server has {', '.join(TOKEN_LOSSES)}")
     if not message.data:
         raise BadRequestError("data is empty")
+    if message.seq_id < 0:
+        raise BadRequestError(f"seq_id = {message.seq_id}: it is negative")
     options = _options(message, name)
     data = []
     for number, each in enumerate(message.data):
@@ -272,7 +130,9 @@ def _options(message: Any, loss: str) -> dict[str, float]:
     known = TOKEN_LOSSES[loss].options
     given = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
-        given[name] = value.number  # 0 where it is a text, which no option here is
+        if value.text:
+            raise BadRequestError(f"loss_fn_config.{name} = {value.text[:80]!r}: a number is expected")
+        given[name] = value.number
     for name, value in given.items():
         if name not in known:
             raise BadRequestError(f"loss_fn_config.{name}: {loss} has {', '.join(known) or 'no options'}")
@@ -293,6 +153,8 @@ def _datum(message: Any, loss: str, vocabulary_size: int, max_tokens: int) -> Da
     if loss == "cross_entropy":
         arrays.setdefault("weights", np.ones(len(tokens), np.float32))
     _check_arrays(arrays, loss, len(tokens))
+    if arrays["target_tokens"].dtype != np.int64:
+        raise BadRequestError("loss_fn_inputs.target_tokens is float32: int64 is expected")
     targets = arrays.pop("target_tokens").astype(np.int64)
     for name, ids in (("model_input", tokens), ("loss_fn_inputs.target_tokens", targets)):
         if ids.min() < 0 or ids.max() >= vocabulary_size:
@@ -344,10 +206,21 @@ def forward_backward_output(log_probs: Sequence[npt.NDArray[np.float32]], metric
     return bytes(output.SerializeToString())
 
 
-def sample_response(sequences: Sequence[Sampled], prompt_log_probs: npt.NDArray[np.float32] | None) -> bytes:
+def sample_response(sequences: Sequence[Sampled], scores: TokenScores | None, num_scored: int | None, num_top: int) -> bytes:
+    """`scores`: of the prompt from its second token on; the last `num_scored` are returned, None: all."""
     message = MESSAGES["SampleResponse"]()
     for tokens, log_probs, reason in sequences:
         message.sequences.add(stop_reason=STOP_REASONS[reason], tokens=tokens.tobytes(), logprobs=log_probs.tobytes())
-    if prompt_log_probs is not None:
-        message.prompt_logprobs = np.concatenate([[np.nan], prompt_log_probs]).astype(np.float32).tobytes()
+    if scores is None:
+        return bytes(message.SerializeToString())
+    length = len(scores.log_probs) + 1
+    first = 1 if num_scored is None else length - num_scored
+    log_probs = np.full(length, np.nan, np.float32)
+    log_probs[first:] = scores.log_probs[first - 1 :]
+    message.prompt_logprobs = log_probs.tobytes()
+    if num_top:
+        ids, tops = np.zeros((length, num_top), np.int32), np.full((length, num_top), NO_LOG_PROB, np.float32)
+        ids[first:], tops[first:] = scores.top_ids[first - 1 :], scores.top_log_probs[first - 1 :]
+        top = message.topk_prompt_logprobs
+        top.token_ids, top.logprobs, top.k, top.length = ids.tobytes(), tops.tobytes(), num_top, length
     return bytes(message.SerializeToString())

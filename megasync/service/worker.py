@@ -1,8 +1,9 @@
 """Worker: what every rank does of a client's calls: the engine, files of adapters, syncs to the replicas. Methods are collective.
 
-    runs/NAME/service/models/MODEL/weights/NAME/           rank_*.safetensors, spec.json, adapter/ (PEFT)
-    runs/NAME/service/models/MODEL/sampler_weights/NAME/   the factors alone
-    runs/NAME/service/state-N/                             all adapters after N training requests, written by itself
+    runs/NAME/service/models/MODEL/weights/NAME/            rank_*.safetensors, spec.json, adapter/ (PEFT)
+    runs/NAME/service/models/MODEL/sampler_weights/NAME/    the factors alone
+    runs/NAME/service/models/MODEL/external_weights/NAME/   adapter_config.json, adapter_model.safetensors
+    runs/NAME/service/state-N/                              all adapters after N training requests, written by itself
 
 Leaves out requests and their order (desk.py), and sampling itself (sampling.py).
 """
@@ -22,15 +23,16 @@ from bridge.export.adapter import AdapterSource
 from bridge.export.adapter import AdapterSpec as SentAdapter
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
+from engine.adapters import AdapterSpec, RefusedError
 from engine.config import AlgorithmConfig
-from engine.driven import AdamParameters, AdapterSpec, Datum, Driven, Passed, RefusedError
+from engine.driven import AdamParameters, Datum, Driven, Passed
 from engine.engine import Engine
 from engine.peft import factors
 from engine.runtime.tensor_file import save_tensors
 from megasync.config.schema import Config
-from megasync.run.rank_zero import RankZeroPart, on_rank_zero
+from megasync.run.rank_zero import RankZero, on_rank_zero
 from megasync.run.weights import build_adapter_source, build_exporter, build_publisher
-from megasync.service.calls import BASE, path_of, saved_in
+from megasync.service.calls import BASE, SAVES, path_of, saved_in
 
 SPEC = "spec.json"
 WRITER = "seq"  # seq_id of the request that wrote a folder
@@ -44,9 +46,10 @@ def build_engine(config: Config) -> Engine:
 class Worker:
     """Of one rank."""
 
-    def __init__(self, config: Config, engine: Engine, pool: RankZeroPart[ReplicaPool] | None) -> None:
+    def __init__(self, config: Config, engine: Engine, pool: RankZero[ReplicaPool] | None) -> None:
         """`pool`: None where nothing is sampled."""
         self.config, self.engine, self.driven = config, engine, Driven(engine)
+        self.adapters = self.driven.adapters
         self.folder = config.run.folder / "service"
         self.present: str | None = None  # the version that the replicas have
         self._num_syncs = 0
@@ -56,14 +59,14 @@ class Worker:
         if pool is not None:
             self.connect(pool)
 
-    def connect(self, pool: RankZeroPart[ReplicaPool]) -> None:
+    def connect(self, pool: RankZero[ReplicaPool]) -> None:
         """The replicas that `sync` brings to saved weights."""
         self._publisher = build_publisher(self._source, pool.here, self.config)
 
     # ------------------------------------------------------------------------------------------------ a client's calls
 
     def create_model(self, model: str, spec: dict[str, Any]) -> dict[str, Any]:
-        self.driven.create(model, AdapterSpec(**spec))
+        self._create(model, AdapterSpec(**spec))
         return {"model_id": model, "type": "create_model"}
 
     def forward_backward(
@@ -76,12 +79,14 @@ class Worker:
         return {"metrics": {"grad_norm:mean": norm}}
 
     def save_weights(self, model: str, name: str, *, overwrite: bool = True, seq: int = 0) -> dict[str, Any]:
-        """Without `overwrite`: RefusedError where a request of another `seq` saved under this name."""
-        folder = self._saved(model, "weights", name)
-        if not overwrite:
-            self._check_free(folder, seq, "pass overwrite=True, or another name")
-        self._write(folder, lambda partial: self._write_state(model, partial), seq=seq)
-        return {"path": path_of(model, "weights", name), "type": "save_weights"}
+        """The whole state, and PEFT's folder. Without `overwrite`: RefusedError where another request saved under this name."""
+
+        def write(partial: Path) -> None:
+            self.adapters.save(model, partial)
+            on_rank_zero((partial / "adapter").mkdir)
+            self._write_peft(model, partial / "adapter")
+
+        return self._save("save_weights", model, name, write, overwrite=overwrite, seq=seq)
 
     def save_weights_for_sampler(
         self, model: str, name: str, sampler: str | None = None, *, overwrite: bool = True, seq: int = 0
@@ -89,28 +94,42 @@ class Worker:
         """As `save_weights`. Replicas that have weights of this name do not see that they are overwritten."""
 
         def write(partial: Path) -> None:
-            save_tensors(self.driven.factors(model), partial / self._file)
+            save_tensors(self.adapters.factors(model), partial / self.adapters.file)
 
-        self._check_model(model)
-        folder = self._saved(model, "sampler_weights", name)
-        if not overwrite:
-            self._check_free(folder, seq, "pass another name")
-        self._write(folder, write, self.driven.specs[model], seq=seq)
-        found = {"sampling_session_id": sampler} if sampler else {"path": path_of(model, "sampler_weights", name)}
-        return {**found, "type": "save_weights_for_sampler"}
+        found = self._save("save_weights_for_sampler", model, name, write, overwrite=overwrite, seq=seq)
+        return {"sampling_session_id": sampler, "type": found["type"]} if sampler else found
+
+    def save_weights_external(self, model: str, name: str, *, overwrite: bool = True, seq: int = 0) -> dict[str, Any]:
+        """PEFT's folder alone. As `save_weights`."""
+        kind = "save_weights_external"
+        return self._save(kind, model, name, lambda partial: self._write_peft(model, partial), overwrite=overwrite, seq=seq)
 
     def load_weights(self, model: str, path: str, *, with_optimizer: bool, is_new: bool) -> dict[str, Any]:
         folder = self.folder_of(path, "weights")
         spec = self._spec(folder, path)
-        if is_new:
-            self.driven.create(model, spec)
-        self._check_model(model)
-        if self.driven.specs[model] != spec:
-            raise RefusedError(f"path = {path!r}: it has {spec}, the model {self.driven.specs[model]}")
-        if not (folder / self._file).exists():
+        if not (folder / self.adapters.file).exists():
             raise RefusedError(f"path = {path!r}: it was saved by another number of ranks")
-        self.driven.load(model, folder, with_optimizer=with_optimizer)
+        if is_new:
+            self._create(model, spec)
+        self._check_model(model)
+        own = self.adapters.specs[model]
+        if (own.rank, own.targets) != (spec.rank, spec.targets):
+            raise RefusedError(f"path = {path!r}: it has {spec}, the model {own}")
+        self.adapters.load(model, folder, with_optimizer=with_optimizer)
         return {"path": path, "model_id": model, "type": "load_weights"}
+
+    def delete_checkpoint(self, path: str) -> dict[str, Any]:
+        """Nothing where it is gone already: a request that is repeated after a kill has deleted it before."""
+        folder = self.folder_of(path)
+        on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
+        self.present = None if self.present == path else self.present  # weights of this name may be saved again
+        return {}
+
+    def finish_session(self, session: str) -> dict[str, Any]:
+        """Forget its adapters; saved weights stay."""
+        for model in [each for each in self.adapters.specs if each.startswith(f"{session}:")]:
+            self.adapters.forget(model)
+        return {}
 
     # ------------------------------------------------------------------------------------------------ the service's own
 
@@ -125,27 +144,44 @@ class Worker:
         spec, tensors = None, {}
         if version != BASE:
             folder = self.folder_of(version, "sampler_weights")
-            spec, tensors = self._spec(folder, version), load_file(folder / self._file)
-        self.driven.show(spec, tensors)
+            spec, tensors = self._spec(folder, version), load_file(folder / self.adapters.file)
+        self.adapters.show(spec, tensors)
         rank = self.config.engine.lora.rank
         if isinstance(self._source, AdapterSource):
-            self._source.spec = SentAdapter(rank, self.driven.scale(spec or AdapterSpec(rank)))
+            self._source.spec = SentAdapter(rank, self.adapters.scale(spec or AdapterSpec(rank)))
         self.present = None
         self._num_syncs += 1
         self._publisher.publish(self._num_syncs)
         self.present = version
 
+    def renew_members(self) -> None:
+        """The replicas are others than at the last sync."""
+        assert self._publisher is not None
+        self._publisher.close()
+        self.present = None
+
+    def loses_former(self, kind: str, arguments: dict[str, Any]) -> bool:
+        """Whether a request destroys saved weights that a former request may have read or written."""
+        if kind == "delete_checkpoint":
+            return True
+        if not arguments.get("overwrite"):
+            return False
+        folder = self._saved(arguments["model"], SAVES[kind], arguments["name"])
+        return bool(on_rank_zero(folder.exists))
+
     def checkpoint(self, done: int) -> None:
         """All adapters after `done` training requests; former ones of these go."""
 
         def write(partial: Path) -> None:
-            for number, model in enumerate(self.driven.specs):
+            for number, model in enumerate(self.adapters.specs):
                 own = partial / str(number)
                 on_rank_zero(own.mkdir)
-                self.driven.save(model, own)
+                self.adapters.save(model, own)
 
-        index = {"done": done, "models": {model: asdict(spec) for model, spec in self.driven.specs.items()}}
         folder = self.folder / f"state-{done}"
+        if on_rank_zero(folder.exists):
+            return
+        index = {"done": done, "models": {model: asdict(spec) for model, spec in self.adapters.specs.items()}}
         self._write(folder, write, index)
 
         def drop_former() -> None:
@@ -162,20 +198,13 @@ class Worker:
             folder = self.folder / f"state-{found}"
             index = json.loads((folder / SPEC).read_text())
             for number, (model, spec) in enumerate(index["models"].items()):
-                self.driven.create(model, AdapterSpec(**spec))
-                self.driven.load(model, folder / str(number), with_optimizer=True)
+                self.adapters.create(model, AdapterSpec(**spec))
+                self.adapters.load(model, folder / str(number), with_optimizer=True)
         return int(found)
 
-    def saved_spec(self, path: str) -> AdapterSpec | None:
-        """Of saved weights of either kind; None where there are none. Not collective."""
-        kind = "sampler_weights" if "/sampler_weights/" in path else "weights"
-        file = self.folder_of(path, kind) / SPEC
-        return AdapterSpec(**json.loads(file.read_text())) if file.exists() else None
-
-    def folder_of(self, path: str, kind: str) -> Path:
-        """Where weights of this path are, or would be."""
-        model, name = saved_in(path, kind)
-        return self._saved(model, kind, name)
+    def folder_of(self, path: str, kind: str = "") -> Path:
+        """Where weights of this path are, or would be; `kind`: the one that is wanted."""
+        return self._saved(*saved_in(path, kind))
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -183,12 +212,25 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    @property
-    def _file(self) -> str:
-        return self.driven.file
+    def _create(self, model: str, spec: AdapterSpec) -> None:
+        if len(self.adapters.specs) >= self.config.service.max_models:
+            raise RefusedError(f"{self.config.service.max_models} models are in memory (service.max_models); finish a session")
+        self.adapters.create(model, spec)
+
+    def _save(
+        self, kind: str, model: str, name: str, write: Callable[[Path], None], *, overwrite: bool, seq: int
+    ) -> dict[str, Any]:
+        self._check_model(model)
+        folder = self._saved(model, SAVES[kind], name)
+        if not overwrite:
+            self._check_free(
+                folder, seq, "pass overwrite=True, or another name" if kind == "save_weights" else "pass another name"
+            )
+        self._write(folder, write, asdict(self.adapters.specs[model]), seq)
+        return {"path": path_of(model, SAVES[kind], name), "type": kind}
 
     def _check_model(self, model: str) -> None:
-        if model not in self.driven.specs:
+        if model not in self.adapters.specs:
             raise RefusedError(f"model_id = {model!r}: there is no such model")
 
     def _check_free(self, folder: Path, seq: int, remedy: str) -> None:
@@ -206,21 +248,16 @@ class Worker:
             raise RefusedError(f"path = {path!r}: there are no such weights")
         return AdapterSpec(**json.loads(text))
 
-    def _write_state(self, model: str, partial: Path) -> None:
-        """All of the state, and PEFT's folder beside it."""
-        self._check_model(model)
-        self.driven.save(model, partial)
-        peft, spec = partial / "adapter", self.driven.specs[model]
-        on_rank_zero(peft.mkdir)
-        name, tensors = self.driven.save_peft(model)
+    def _write_peft(self, model: str, folder: Path) -> None:
+        """Every stage writes its part of PEFT's folder."""
+        name, tensors = self.adapters.save_peft(model)
         if tensors:
-            save_tensors(tensors, peft / name)
-        config = self.driven.lora_config(spec)
+            save_tensors(tensors, folder / name)
+        config = self.adapters.lora_config(self.adapters.specs[model])
         on_rank_zero(lambda: None)  # every stage has written its part
-        on_rank_zero(lambda: factors.finish_folder(peft, config, Path(self.config.model.path).resolve()))
-        on_rank_zero(lambda: (partial / SPEC).write_text(json.dumps(asdict(spec))) and None)
+        on_rank_zero(lambda: factors.finish_folder(folder, config, Path(self.config.model.path).resolve()))
 
-    def _write(self, folder: Path, write: Callable[[Path], None], index: Any = None, seq: int = 0) -> None:
+    def _write(self, folder: Path, write: Callable[[Path], None], index: dict[str, Any], seq: int = 0) -> None:
         """First under a temporary name, so that `folder` is always whole."""
         partial = folder.with_name(f".partial_{folder.name}")
 
@@ -229,8 +266,7 @@ class Worker:
             partial.mkdir(parents=True)
 
         def finish() -> None:
-            if index is not None:
-                (partial / SPEC).write_text(json.dumps(index if isinstance(index, dict) else asdict(index)))
+            (partial / SPEC).write_text(json.dumps(index))
             (partial / WRITER).write_text(str(seq))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)

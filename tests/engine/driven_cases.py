@@ -15,13 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from bench.equivalence.measure import leave_groups
-from engine import driven as module
-from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, ParallelConfig
-from engine.driven import AdamParameters, AdapterSpec, Datum, Driven
+from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.adapters import AdapterSpec, RefusedError
+from engine.driven import AdamParameters, Datum, Driven, response_datum
 from engine.engine import Engine
 from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
 from engine.runtime import parallel
+from engine.sample import Sample
 
 LOSSES = tuple(TOKEN_LOSSES)
 ADAM = AdamParameters(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
@@ -54,6 +55,7 @@ def make_data(seed: int, count: int = 6) -> list[Datum]:
     for _ in range(count):
         length = int(random.integers(1, 24))
         floats = {name: random.normal(size=length).astype(np.float32) for name in ("weights", "advantages")}
+        floats["sequence_ratio_mask"] = (random.random(length) < 0.7).astype(np.float32)
         values = {**floats, "logprobs": (-3 + 0.5 * random.normal(size=length)).astype(np.float32)}
         tokens, targets = (random.integers(0, 128, length) for _ in range(2))
         data.append(Datum(tokens.astype(np.int32), targets.astype(np.int64), values))
@@ -62,7 +64,7 @@ def make_data(seed: int, count: int = 6) -> list[Datum]:
 
 def adapter_of(driven: Driven, name: str) -> dict[str, torch.Tensor]:
     """Of all stages, on every rank: each tensor is one rank's to write."""
-    own = {key: tensor.cpu() for key, tensor in driven.save_peft(name)[1].items()}
+    own = {key: tensor.cpu() for key, tensor in driven.adapters.save_peft(name)[1].items()}
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, own)
     return {key: tensor for part in parts for key, tensor in part.items()}
@@ -125,8 +127,12 @@ def loss_by_hand(name: str, p: torch.Tensor, v: dict[str, torch.Tensor], options
     ratio, a = (p - v["logprobs"]).exp(), v["advantages"]
     if name == "importance_sampling":
         return -(ratio * a).sum()
+    if name == "gspo":
+        kept = v["sequence_ratio_mask"] != 0
+        mean = (p.detach() - v["logprobs"])[kept].mean() if kept.any() else torch.zeros(())
+        ratio = (mean + p - p.detach()).exp()
     low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
-    if name == "ppo":
+    if name in ("ppo", "gspo"):
         return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
     if name == "cispo":
         return -(ratio.detach().clamp(low, high) * p * a).sum()
@@ -138,7 +144,7 @@ def against_torch(path: str, rank: int, parallel: dict[str, int]) -> dict[str, d
     """For each loss the largest relative differences, over two optimizer steps of two accumulated passes each."""
     driven, found = build(path, parallel=parallel), {}
     for number, loss in enumerate(LOSSES):
-        driven.create(loss, AdapterSpec(rank=rank, seed=number))
+        driven.adapters.create(loss, AdapterSpec(rank=rank, seed=number))
         reference = Reference(path, adapter_of(driven, loss), rank)
         options = {"clip_low_threshold": 0.7} if loss == "ppo" else {}
         worst = dict.fromkeys(("log_probs", "loss", "norm", "weights"), 0.0)
@@ -164,6 +170,58 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) if a.numel() else 0.0
 
 
+@leaves_groups
+def as_grpo(path: str) -> dict[str, float]:
+    """The same samples through the product's GRPO and through the four calls: largest relative differences over three steps."""
+    optimizer = OptimizerConfig(
+        learning_rate=1e-2, beta1=0.9, beta2=0.95, epsilon=1e-2, weight_decay=0.1, clip_grad_norm=1.0, warmup_steps=0
+    )
+    driven = build(path)
+    driven.adapters.create("mine", AdapterSpec(rank=RANK))
+    config = EngineConfig(wrap="ddp", lora=LoraConfig(rank=RANK, alpha=ALPHA), tokens_per_microbatch=40, optimizer=optimizer)
+    product = Engine(ModelConfig(path=path, dtype="float32"), config, AlgorithmConfig(name="grpo"), num_steps=3)
+    worst = dict.fromkeys(("loss", "norm", "weights"), 0.0)
+    for step in range(3):
+        samples = rollouts(driven, step)
+        metrics = product.update(product.prepare(samples))
+        passed = driven.forward_backward("mine", as_data(samples), "importance_sampling", {})
+        norm = driven.optim_step("mine", ADAM)
+        worst["loss"] = max(worst["loss"], abs(passed.loss - metrics["loss/total"]))
+        worst["norm"] = max(worst["norm"], abs(norm - metrics["grad_norm"]) / norm)
+    own, other = adapter_of(driven, "mine"), factors.stage_file(0, product.adapter_tensors())[1]
+    worst["weights"] = max(difference(own[key], other[key].detach().cpu()) for key in own)
+    return worst
+
+
+def rollouts(driven: Driven, step: int, num_groups: int = 3, group_size: int = 4) -> list[Sample]:
+    """Random responses with rewards, and log-probs nearly those of the adapter, as another engine's would be."""
+    random = np.random.default_rng(step)
+    samples = []
+    for group in range(num_groups):
+        prompt = random.integers(0, 128, int(random.integers(1, 6))).astype(np.int32)
+        for _ in range(group_size):
+            response = random.integers(0, 128, int(random.integers(1, 9))).astype(np.int32)
+            tokens = np.concatenate([prompt, response])
+            ones = {"weights": np.ones(len(tokens) - 1, np.float32)}
+            datum = Datum(tokens[:-1], tokens[1:].astype(np.int64), ones)
+            (log_probs,) = driven.forward_backward("mine", [datum], "cross_entropy", {}, has_gradients=False).log_probs
+            near = log_probs[len(prompt) - 1 :] + random.normal(0, 0.05, len(response)).astype(np.float32)
+            versions = np.full(len(response), step, np.int32)
+            samples.append(Sample(prompt, response, near, versions, reward=float(random.random()), group=group))
+    return samples
+
+
+def as_data(samples: list[Sample]) -> list[Datum]:
+    """GRPO's advantages over the number of all response tokens, as examples/grpo_by_four_calls.py has them."""
+    num_tokens = sum(len(each.response_ids) for each in samples)
+    data = []
+    for each in samples:
+        rewards = np.array([other.reward for other in samples if other.group == each.group])
+        advantage = (each.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6) / num_tokens
+        data.append(response_datum(each.prompt_ids, each.response_ids, each.rollout_log_probs, advantage))
+    return data
+
+
 def train(driven: Driven, name: str, steps: range) -> list[float]:
     return [
         value
@@ -184,24 +242,24 @@ def in_turns(path: str, parallel: dict[str, int]) -> dict[str, bool]:
     driven = build(path, parallel=parallel)
     alone = {}
     for name, spec in specs.items():
-        driven.create(name, spec)
+        driven.adapters.create(name, spec)
         alone[name] = (train(driven, name, range(4)), adapter_of(driven, name))
-        driven.forget(name)
+        driven.adapters.forget(name)
     values: dict[str, list[float]] = {name: [] for name in specs}
     for name, spec in specs.items():
-        driven.create(name, spec)
+        driven.adapters.create(name, spec)
     for step in range(4):
         for name in specs:
             values[name] += train(driven, name, range(step, step + 1))
-        driven.show(None, {})  # as a sync of the base model does
+        driven.adapters.show(None, {})  # as a sync of the base model does
     equal = {name: values[name] == alone[name][0] for name in specs}
     for name in specs:
         own, other = adapter_of(driven, name), alone[name][1]
         equal[f"{name}'s weights"] = own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
     with tempfile.TemporaryDirectory() as folder:
-        driven.save("two", Path(folder))
+        driven.adapters.save("two", Path(folder))
         after = train(driven, "two", range(4, 6))
-        driven.load("two", Path(folder), with_optimizer=True)
+        driven.adapters.load("two", Path(folder), with_optimizer=True)
         equal["resumed"] = train(driven, "two", range(4, 6)) == after
     return equal
 
@@ -214,14 +272,14 @@ def refusals(path: str) -> dict[str, str]:
     def expect(key: str, call: Any) -> None:
         try:
             call()
-        except module.RefusedError as error:
+        except RefusedError as error:
             found[key] = str(error)
 
-    expect("rank", lambda: driven.create("a", AdapterSpec(rank=RANK + 1)))
-    driven.create("a", AdapterSpec(rank=2))
+    expect("rank", lambda: driven.adapters.create("a", AdapterSpec(rank=RANK + 1)))
+    driven.adapters.create("a", AdapterSpec(rank=2))
     before = adapter_of(driven, "a")
-    expect("twice", lambda: driven.create("a", AdapterSpec(rank=2)))
-    expect("nothing", lambda: driven.create("b", AdapterSpec(rank=2, train_attn=False, train_mlp=False)))
+    expect("twice", lambda: driven.adapters.create("a", AdapterSpec(rank=2)))
+    expect("nothing", lambda: driven.adapters.create("b", AdapterSpec(rank=2, train_attn=False, train_mlp=False)))
     expect("unknown", lambda: driven.optim_step("c", ADAM))
     (datum,) = make_data(0, 1)
     broken = Datum(datum.tokens, datum.targets, {**datum.values, "weights": np.full(len(datum.tokens), math.inf, np.float32)})

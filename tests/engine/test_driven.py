@@ -36,6 +36,13 @@ def test_adapters_in_turns_have_the_bits_of_each_alone(model: str, num_ranks: in
         assert equal == dict.fromkeys(equal, True)
 
 
+def test_grpo_by_four_calls_is_the_product_s(model: str) -> None:
+    (worst,) = run_ranks(1, f"{CASES}:as_grpo", {"path": model})
+    print(worst)
+    assert max(worst["loss"], worst["norm"]) < 1e-5
+    assert worst["weights"] < 1e-4
+
+
 def test_refusals_change_nothing(model: str) -> None:
     (found,) = run_ranks(1, f"{CASES}:refusals", {"path": model})
     assert set(found) == {"rank", "twice", "nothing", "unknown", "loss", "norm", "only decayed"}

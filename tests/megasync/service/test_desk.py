@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megasync.config.service_section import ServiceConfig
 from megasync.service import wire
-from megasync.service.calls import Reader
-from megasync.service.desk import Desk, TooBusyError, as_json, error
-from megasync.service.journal import Journal
-from megasync.service.wire import BadRequestError
+from megasync.service.calls import SAMPLE, TRAINING, Reader
+from megasync.service.desk import Desk, Result, TooBusyError, as_json, error
+from megasync.service.journal import Journal, Place
+from megasync.service.bodies import BadRequestError
 
 LENGTH = 5
 
@@ -23,6 +26,13 @@ LENGTH = 5
 def start(folder: Path, done: int = 0, **config: Any) -> Desk:
     reader = Reader(("Tiny/Model",), vocabulary_size=128, max_tokens=64, frozen_unembed=False)
     return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done)
+
+
+def result_of(desk: Desk, name: str) -> bytes:
+    _, num_bytes, pieces = desk.result(name)
+    body = b"".join(pieces)
+    assert len(body) == num_bytes
+    return body
 
 
 def session(desk: Desk, key: str = "k") -> str:
@@ -38,6 +48,11 @@ def step_body(model: str, seq: int, **adam: float) -> bytes:
     return json.dumps({"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1, **adam}}).encode()
 
 
+def sample_body(**params: Any) -> bytes:
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": params, "base_model": "Tiny/Model"}
+    return json.dumps(body).encode()
+
+
 def passes_body(model: str, seq: int, loss: str = "cross_entropy", **arrays: Any) -> bytes:
     message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
     tokens = arrays.pop("tokens", np.arange(LENGTH))
@@ -45,6 +60,8 @@ def passes_body(model: str, seq: int, loss: str = "cross_entropy", **arrays: Any
     datum.model_input.add().encoded_text.tokens = np.asarray(tokens, np.int32).tobytes()
     arrays = {"target_tokens": np.arange(LENGTH), "weights": np.ones(LENGTH), **arrays}
     for name, values in arrays.items():
+        if values is None:
+            continue
         array = np.asarray(values)
         array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
         tensor = datum.loss_fn_inputs[name]
@@ -81,9 +98,8 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     again = start(tmp_path, done=2)  # the state holds the first two
     repeated = [again.submit(kind, body, str(number)).name for number, (kind, body) in enumerate(bodies)]
     assert repeated == [each.name for each in requests]
-    result = asyncio.run(again.wait(requests[0].name, 0.1))
-    assert result is not None and json.loads(result.body) == {"number": 0}
-    assert asyncio.run(again.wait(requests[4].name, 0.1)) is None
+    assert json.loads(result_of(again, requests[0].name)) == {"number": 0}
+    assert not asyncio.run(again.wait(requests[4].name, 0.1))
     orders = [again.next_work(None).requests[0] for _ in range(3)]
     assert [each.order for each in orders] == [2, 3, 4]
     assert not again.finish(orders[0], as_json({"number": 2}))  # done again, to the same result
@@ -118,6 +134,21 @@ def test_samples_and_training_are_in_the_order_of_arrival(tmp_path: Path) -> Non
     assert desk.next_work("").kind == "train"
 
 
+def client(desk: Desk) -> str:
+    """The name of a model of a new session."""
+    name = session(desk, f"key {len(desk.reader.sessions)}")
+    return desk.submit("create_model", model_body(name), "").call.scope
+
+
+WHOLE = {
+    "create_model": model_body("S"),
+    "forward_backward": passes_body("S:train:0", 1, "gspo", weights=None, logprobs=np.ones(LENGTH), advantages=np.ones(LENGTH)),
+    "optim_step": step_body("S:train:0", 1),
+    "save_weights": b'{"model_id": "S:train:0", "seq_id": 1, "path": "x"}',
+    "load_weights": b'{"model_id": "S:train:0", "seq_id": 1, "path": "tinker://S:train:0/weights/y", "optimizer": true}',
+    "delete_checkpoint": b'{"path": "tinker://S:train:0/weights/x"}',
+    "asample": sample_body(stop=["a"], seed=3, temperature=0.5),
+}
 BAD_ARRAYS: dict[str, dict[str, Any]] = {
     "target_tokens": {"target_tokens": np.arange(LENGTH - 1)},
     "weights": {"weights": np.full(LENGTH, np.nan)},
@@ -125,7 +156,10 @@ BAD_ARRAYS: dict[str, dict[str, Any]] = {
     "shape": {"target_tokens": np.zeros((LENGTH, 2), np.int64)},
     "vocabulary": {"tokens": [0, 1, 2, 3, 128]},
     "tokens": {"tokens": []},
-    "this server has": {"loss": "gspo"},
+    "this server has": {"loss": "stable_reinforce"},
+    "sequence_ratio_mask": {"loss": "gspo", "logprobs": np.ones(LENGTH), "advantages": np.ones(LENGTH), "weights": None},
+    "int64": {"target_tokens": np.arange(LENGTH) + 0.5},
+    "loss_fn_inputs.target_tokens has token": {"target_tokens": np.full(LENGTH, 128)},
     "logprobs": {"loss": "ppo"},
 }
 
@@ -133,10 +167,10 @@ BAD_ARRAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("named", BAD_ARRAYS)
 def test_passes_are_refused_by_name(tmp_path: Path, named: str) -> None:
     desk = start(tmp_path)
-    name = session(desk)
+    model = client(desk)
     with pytest.raises(BadRequestError, match=named):
-        desk.submit("forward_backward", passes_body(f"{name}:train:0", 1, **BAD_ARRAYS[named]), "")
-    assert desk.submit("forward_backward", passes_body(f"{name}:train:0", 1), "").order == 0
+        desk.submit("forward_backward", passes_body(model, 1, **BAD_ARRAYS[named]), "")
+    assert desk.submit("forward_backward", passes_body(model, 1), "").order == 1
 
 
 @pytest.mark.parametrize(
@@ -144,19 +178,41 @@ def test_passes_are_refused_by_name(tmp_path: Path, named: str) -> None:
     [
         ("create_model", b'{"session_id": "x"}', "model_seq_id"),
         ("create_model", model_body("nobody"), "session_id"),
-        ("optim_step", step_body("nobody:train:0", 1), "session_id"),
+        ("optim_step", step_body("nobody:train:0", 1), "model_id"),
+        ("optim_step", step_body("M", -1), "seq_id"),
+        ("optim_step", step_body("M", 2**63), "seq_id"),
+        ("optim_step", step_body("M", 1, eps=0.0), "eps"),
+        ("optim_step", step_body("M", 1, learning_rate=float("nan")), "learning_rate"),
+        ("optim_step", step_body("M", 1).replace(b'"seq_id": 1', b'"seq_id": "1"'), "seq_id"),
         ("optim_step", b"\x80\x04.", "body"),  # a pickle
         ("forward_backward", b"\xff\xff", "protobuf"),
         ("save_weights", b'{"model_id": "S:train:0", "seq_id": 1, "path": "../x"}', "path"),
+        ("save_weights", b'{"model_id": "M", "seq_id": 1, "path": "' + 101 * b"a" + b'"}', "path"),
+        ("save_weights", b'{"model_id": "S:train:0/../../x", "seq_id": 1}', "model_id"),
+        ("delete_checkpoint", b'{"path": "tinker://M/weights/.."}', "path"),
+        ("delete_checkpoint", b'{"path": "tinker://../weights/x"}', "path"),
         ("load_weights", b'{"model_id": "S:train:0", "seq_id": 1, "path": "tinker://S:train:0/x/y", "optimizer": true}', "path"),
-        ("asample", b'{"prompt": {"chunks": []}, "sampling_params": {}, "topk_prompt_logprobs": 3}', "topk_prompt_logprobs"),
+        ("asample", b'{"prompt": {"chunks": []}, "sampling_params": {}, "topk_prompt_logprobs": 30}', "topk_prompt_logprobs"),
         ("asample", b'{"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "Other"}', "base_model"),
+        ("asample", sample_body(seed=-1), "seed"),
+        ("asample", sample_body(seed=2**63), "seed"),
+        ("asample", sample_body(stop=[128]), "stop"),
+        ("asample", sample_body(stop=""), "stop"),
+        ("asample", sample_body(stop=65 * ["a"]), "stop"),
+        ("asample", sample_body(top_k=2**31), "top_k"),
+        ("asample", sample_body(max_tokens=64), "max_tokens"),
+        ("asample", sample_body(temperature=2.5), "temperature"),
+        ("asample", 10_000 * b"[", "body"),
     ],
 )
 def test_bodies_are_refused_by_name(tmp_path: Path, kind: str, body: bytes, named: str) -> None:
     desk = start(tmp_path)
+    model = client(desk).encode()
     with pytest.raises(BadRequestError, match=named):
-        desk.submit(kind, body.replace(b"S:train", session(desk).encode() + b":train"), "")
+        desk.submit(
+            kind, body.replace(b'"M"', b'"' + model + b'"').replace(b"/M/", b"/" + model + b"/").replace(b"S:train:0", model), ""
+        )
+    assert desk.submit("optim_step", step_body(model.decode(), 1), "").order == 1
 
 
 def test_the_output_layer_has_no_adapter_unless_the_server_says_so(tmp_path: Path) -> None:
@@ -165,4 +221,79 @@ def test_the_output_layer_has_no_adapter_unless_the_server_says_so(tmp_path: Pat
     with pytest.raises(BadRequestError, match=r"service\.frozen_unembed"):
         desk.submit("create_model", model_body(name, train_unembed=True), "")
     desk.reader.frozen_unembed = True
-    assert desk.submit("create_model", model_body(name, train_unembed=True), "").call.arguments["spec"]["rank"] == 4
+    desk.submit("create_model", model_body(name, train_unembed=True), "")
+    assert desk.next_work(None).requests[0].call.arguments["spec"]["rank"] == 4
+
+
+def test_a_client_s_requests_come_in_order(tmp_path: Path) -> None:
+    desk = start(tmp_path)
+    model, other = client(desk), client(desk)
+    requests = [desk.submit("optim_step", step_body(model, seq), "") for seq in (1, 2, 7)]  # numbers may be left out
+    with pytest.raises(BadRequestError, match="seq_id = 5"):
+        desk.submit("optim_step", step_body(model, 5), "")
+    assert desk.submit("optim_step", step_body(model, 2), "") is requests[1]
+    assert desk.submit("optim_step", step_body(other, 5), "").order == 5
+
+
+def test_weights_are_not_deleted_while_they_are_sampled(tmp_path: Path) -> None:
+    desk = start(tmp_path)
+    path = f"tinker://{client(desk)}/sampler_weights/a"
+    body = json.loads(sample_body()) | {"base_model": None, "model_path": path}
+    sample = desk.submit("asample", json.dumps(body).encode(), "")
+    delete = json.dumps({"path": path}).encode()
+    for _ in range(2):  # while it waits, and while it runs
+        with pytest.raises(BadRequestError, match="samples of it"):
+            desk.submit("delete_checkpoint", delete, "")
+        desk.next_work(path)
+    desk.finish(sample, as_json({}))
+    assert desk.submit("delete_checkpoint", delete, "").order == 1
+
+
+def test_a_sample_of_a_replica_that_died_waits_again(tmp_path: Path) -> None:
+    desk = start(tmp_path)
+    first, second = (desk.submit("asample", sample_body(seed=seed), "") for seed in range(2))
+    assert desk.next_work("").requests == [first, second]
+    desk.submit("asample", sample_body(seed=2), "")
+    desk.give_back(first)
+    assert (desk.next_work(None).kind, desk.next_work(None).version) == ("sync", "")
+    assert [each.number for each in desk.next_work("").requests] == [2, 0]
+
+
+def test_what_waits_and_what_was_done_is_in_the_log_alone(tmp_path: Path) -> None:
+    desk = start(tmp_path)
+    model = client(desk)
+    requests = [desk.submit("forward_backward", passes_body(model, seq), "") for seq in range(1, 50)]
+    desk.next_work(None)
+    assert all(not each.call.arguments for each in requests)
+    for request in requests:
+        (taken,) = desk.next_work(None).requests
+        assert len(taken.call.arguments["data"][0].tokens) == LENGTH
+        desk.finish(request, as_json({"number": request.number}))
+    assert all(not each.call.arguments and isinstance(each.result, Place) for each in requests)
+    found = [result_of(desk, each.name) for each in requests]
+    assert [json.loads(each)["number"] for each in found] == [each.number for each in requests]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 49151, 49152, 49153, 200_000])
+def test_a_result_is_read_in_pieces(tmp_path: Path, size: int) -> None:
+    desk = start(tmp_path)
+    (request,) = (desk.submit("create_model", model_body(session(desk)), "") for _ in range(1))
+    body = np.random.default_rng(size).bytes(size)
+    desk.finish(request, Result("protobuf", body))
+    assert desk.result(request.name)[0] == "protobuf"
+    assert result_of(desk, request.name) == body
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=st.sampled_from((*TRAINING, SAMPLE)), data=st.data())
+def test_any_bytes_are_refused_or_accepted(kind: str, data: st.DataObject) -> None:
+    """Whole bodies with some bytes changed, cut out or put in, and bytes that are none."""
+    reader = Reader(("Tiny/Model",), vocabulary_size=128, max_tokens=64, frozen_unembed=True)
+    reader.sessions.add("S")
+    reader.models.add("S:train:0")
+    body = bytearray(WHOLE.get(kind, b"{}"))
+    for _ in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(0, len(body)))
+        body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    with suppress(BadRequestError):
+        reader.read(kind, bytes(body))

@@ -10,7 +10,7 @@ from tests.support.tiny_models import write_tiny_model
 
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
-from megasync.service.command import KEY, check_service
+from megasync.service.command import KEY, check_same, check_service
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,11 @@ def config(model: str, folder: Path, *, rank: int = 8, **sections: Any) -> Confi
         ("engine.lora.dropout", {"engine": {"lora": {"rank": 8, "dropout": 0.1}}}),
         ("engine.optimizer.offload", {"engine": {"optimizer": {"offload": True}}}),
         ("service.host", {"service": {"host": "0.0.0.0"}}),
+        ("rollout.on_update", {"rollout": {"on_update": "continue"}}),
         ("rollout.placement", {"rollout": {"placement": "colocated"}}),
     ],
 )
-def test_refused(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, sections: dict[str, Any]
-) -> None:
+def test_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, sections: dict[str, Any]) -> None:
     monkeypatch.delenv(KEY, raising=False)
     with pytest.raises(ConfigError, match=rf"^{key} = "):
         check_service(config(model, tmp_path, **sections), 1)
@@ -51,9 +50,14 @@ def test_clients_train_adapters(model: str, tmp_path: Path) -> None:
         check_service(config(model, tmp_path, rank=0), 1)
 
 
-def test_one_rank(model: str, tmp_path: Path) -> None:
+def test_a_folder_keeps_its_settings(model: str, tmp_path: Path) -> None:
+    """Its log is read and done again by them."""
+    check_same(config(model, tmp_path), 1)
+    check_same(config(model, tmp_path, service={"max_waiting": 5}), 1)
     with pytest.raises(ConfigError, match=r"^nproc = 2"):
-        check_service(config(model, tmp_path), 2)
+        check_same(config(model, tmp_path), 2)
+    with pytest.raises(ConfigError, match=r"^engine\.lora = "):
+        check_same(config(model, tmp_path, rank=4), 1)
 
 
 def test_other_networks_need_a_key(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

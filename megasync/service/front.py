@@ -1,0 +1,77 @@
+"""Front: what rank 0 has beside its worker: desk, server, sampling, and answers to queries.
+
+Leaves out the loop over work (command.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from bridge.replicas.pool import ReplicaPool
+from engine.engine import Engine
+from megasync.config.schema import Config
+from megasync.data.tokenizer import generation_ends
+from megasync.run.rank_zero import RankZero, of_rank_zero
+from megasync.service.calls import Reader
+from megasync.service.catalog import Catalog
+from megasync.service.desk import Desk, Request, Result
+from megasync.service.http import Server
+from megasync.service.journal import Journal
+from megasync.service.sampling import Sampling
+from megasync.service.worker import Worker
+
+
+class Front:
+    """Ends with `ends`."""
+
+    def __init__(
+        self,
+        config: Config,
+        worker: Worker,
+        replicas: RankZero[ReplicaPool],
+        done: int,
+        ends: ExitStack,
+        port: int,
+        key: str,
+    ) -> None:
+        """`done`: how many training requests the worker's state holds; `key`: what clients must send."""
+        self.config, self.pool = config, of_rank_zero(replicas.here)
+        hf_config = worker.engine.mbridge.hf_config
+        names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
+        most = config.rollout.max_model_len or hf_config.max_position_embeddings
+        reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed)
+        journal = Journal(worker.folder / "log.jsonl")
+        ends.callback(journal.close)
+        self.desk = Desk(config.service, journal, reader, done)
+        self.sampling = Sampling(self.pool, _ends_of(worker.engine), self.desk, self.finish)
+        ends.callback(self.sampling.close)
+        catalog = Catalog(worker.folder / "models", names[0], config.model.path, worker.adapters.specs)
+        server = Server(config.service, self.desk, catalog, key, most)
+        port = server.start(config.service.host, port)
+        ends.callback(server.close)
+        print(f"{names[0]} is served at http://{config.service.host}:{port}", flush=True)
+
+    def finish(self, request: Request, result: Result) -> None:
+        if problem := self.desk.finish(request, result):
+            print(problem, file=sys.stderr, flush=True)
+
+    def renew_replicas(self) -> bool:
+        """Restart replicas that were lost; whether any came or went since the last call. TooFewReplicasError."""
+        lost, self.sampling.lost = self.sampling.lost, set()
+        self.sampling.num_syncs += 1
+        self.pool.replace(*lost)
+        rollout = self.config.rollout
+        try:
+            return self.pool.rejoin(rollout.min_replicas, rollout.restart_timeout_seconds)
+        finally:
+            for note in self.pool.drain_notes():
+                print(note, file=sys.stderr, flush=True)
+
+
+def _ends_of(engine: Engine) -> tuple[int, ...]:
+    """Tokens that end a response of the model."""
+    own = engine.mbridge.hf_config.eos_token_id
+    ends = [own] if isinstance(own, int) else list(own or [])
+    return tuple(dict.fromkeys([*ends, *generation_ends(Path(engine.mbridge.hf_config._name_or_path))]))
