@@ -18,11 +18,12 @@ from pydantic_core import PydanticCustomError
 NAME_BYTES, PATH_BYTES = 255, 3800  # Linux' NAME_MAX, and PATH_MAX less what lies below a folder of ours
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
-MOE_FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")  # mixtures of experts
+DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")  # gated delta nets in most layers, gated attention in the others
+MOE_FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")  # mixtures of experts
 BIASED_ROUTERS = ("deepseek_v3", "glm4_moe")  # of those: sigmoid scores, to which a bias is added for the choice alone
 LATENT_FAMILIES = ("deepseek_v3",)  # multi-latent attention
-GEMMA = "gemma3_text"  # its layers differ from the others' (gemma.py)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", GEMMA, *MOE_FAMILIES)  # values of `model_type` that the engine trains
+GEMMA = "gemma3_text"  # its layers differ from the others' (families/gemma.py)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", GEMMA, *MOE_FAMILIES)  # of `model_type`: the engine trains them
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
 ROPE_BY_LAYER_TYPE = ("default", "linear")  # of them where layers have other frequencies by their type
 
@@ -137,10 +138,12 @@ class OptimizerConfig(Section):
 
 
 LatentTarget = Literal["linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"]
-LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"] | LatentTarget
+DeltaTarget = Literal["in_proj", "out_proj"]
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"] | LatentTarget | DeltaTarget
 LORA_TARGETS: tuple[LoraTarget, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LATENT_TARGETS: tuple[LoraTarget, ...] = ("linear_proj", *get_args(LatentTarget))  # of multi-latent attention
-ALL_TARGETS: tuple[LoraTarget, ...] = (*LORA_TARGETS, *get_args(LatentTarget))
+DELTA_TARGETS: tuple[LoraTarget, ...] = get_args(DeltaTarget)  # of gated delta nets, beside the first four
+ALL_TARGETS: tuple[LoraTarget, ...] = (*LORA_TARGETS, *get_args(LatentTarget), *DELTA_TARGETS)
 TARGET_OF: dict[str, LoraTarget] = {  # Hugging Face's linears, by the megatron-core linear that they are fused into
     "q_proj": "linear_qkv",
     "k_proj": "linear_qkv",
@@ -150,6 +153,8 @@ TARGET_OF: dict[str, LoraTarget] = {  # Hugging Face's linears, by the megatron-
     "q_b_proj": "linear_q_up_proj",
     "kv_a_proj_with_mqa": "linear_kv_down_proj",
     "kv_b_proj": "linear_kv_up_proj",
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "in_proj"),
+    "out_proj": "out_proj",
     "gate_proj": "linear_fc1",
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
@@ -198,7 +203,7 @@ class LoraConfig(Section):
         tuple[Annotated[LoraTarget, BeforeValidator(_without_guess)], ...], *OneOrMore, BeforeValidator(_by_own_names)
     ] = LORA_TARGETS
     """Linears of megatron-core's layers: linear_qkv is Hugging Face's q_proj, k_proj and v_proj; linear_proj o_proj; linear_fc1
-    gate_proj and up_proj; linear_fc2 down_proj."""
+    gate_proj and up_proj; linear_fc2 down_proj; of gated delta nets in_proj all that begins so, and out_proj."""
     rslora: bool = False
     """Rank-stabilised (arXiv:2312.03732): alpha / sqrt(rank) in place of alpha / rank."""
     sync: Literal["merged", "adapter"] = "merged"

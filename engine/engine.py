@@ -5,7 +5,6 @@ Leaves out rollouts, rewards and weight sync; knows Samples only. Try it: tests/
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,35 +19,36 @@ import torch
 import torch.distributed as dist
 
 from engine import alike, minibatch
-from engine.objective import distillation, loss, metrics, logits
+from engine.objective import metrics, logits
 from engine.attention import flash, fused
 from engine.runtime import device, parallel
-from engine.model import exact, families, head, lora, stages
+from engine.model import head, lora, stages
+from engine.model.families import table as families
 from engine.wrap import kernels
 from engine.peft import factors
 from engine.moe import router, router_bias
 from engine.batch.batch import MicroBatch, SampleTable
 from engine.batch.plan import needed_samples, split_members
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
-from engine.objective.advantages import Numbers
 from engine.objective.metrics import chosen_log_probs
 from engine.objective.loss import Sums
-from engine.objective.own import OwnFunctions, try_loss
+from engine.objective.own import OwnFunctions
 from engine.runtime.megatron import finalize_model_grads
-from engine.model.build import balance, build_mbridge, build_chunks, gpt_model, pipeline_layers
+from engine.model.build import balance, build_mbridge, gpt_model, pipeline_layers
 from engine.minibatch import MiniBatch
+from engine.models import FrozenModels, adapter_loader, add_adapters, build_model
+from engine.criterion import Criterion
 from engine.offload import HostState
 from engine.wrap.optimizer import apply_gradients, build_optimizer, build_schedule, gradient_norm, loss_scale
 from engine.passes import PipelineRunner
 from engine.runtime.memory import after_return, return_free_memory
 from engine.runtime.random_state import unchanged_random_state
-from engine.teacher import ADAPTER, Teacher, TeacherChoice
+from engine.teacher import TeacherChoice
 from engine.sample import AS_THE_MODEL, RolloutSampling, Sample
 from engine.wrap.items import WeightItem
 from engine.wrap.table import FrozenModel, WrappedModel
 
 
-NEW = "new"  # the name of new adapters, while another one is loaded
 NAMED_ALONE = OwnFunctions()  # no function of the user's own
 
 
@@ -92,7 +92,6 @@ class Engine:
         self.temperature = sampling.temperature if algorithm.name == "grpo" else 1.0
         self.max_new_tokens = sampling.max_new_tokens
         check_limit(algorithm, sampling)
-        self._sum_names = self._names_of_sums() + list(metrics.TEACHER_SUMS[teacher.objective.objective] if teacher else ())
         self.layout = parallel.layout()
         self.device = device.compute_device()
         self._kernels = kernels.choose(engine, model.dtype)
@@ -103,32 +102,28 @@ class Engine:
         self.balance = balance(engine, self.mbridge)
         self.kernels = self._kernels.describe(flash.choose(self._kernels.setting, self.mbridge.config))
         self._describe_choices()
-        chunks = with_product(build_chunks(self.mbridge, weights_path or model.path), self.mbridge, engine)
+        chunks = build_model(self.mbridge, engine, weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0
-        self._add_adapters(chunks, seed, Path(model.path), adapter_path, has_reference, teacher)
+        load = adapter_loader(chunks, engine, self.mbridge, Path(model.path))
+        add_adapters(chunks, engine, load, seed=seed, resumed=adapter_path, has_reference=has_reference, teacher=teacher)
         alike.check_weights(chunks, weights_path or model.path, adapter_path or engine.lora.adapter_path)
         self.model_config: Any = gpt_model(chunks[0]).config
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.mbridge.dtype, self.use_fused)
         self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.steps_per_batch)
-        self.reference = self._build_reference(model.path) if has_reference else None
-        self.teacher = self._build_teacher(teacher, model.path) if teacher else None
+        frozen = FrozenModels(self.wrapped, engine, self.model_config, self.mbridge, model.path)
+        self.reference = frozen.reference() if has_reference else None
+        self.teacher = frozen.teacher(teacher, self.reference) if teacher else None
+        read = self._log_probs(self.temperature)
+        self._criterion = Criterion(algorithm, own, read, self.max_new_tokens, self.teacher)
         self._host_state = HostState(self) if engine.optimizer.offload else None
-        in_layer = self._read.divergence is not None
+        in_layer = self._criterion.read.divergence is not None
         self._runner = PipelineRunner(
             self.mbridge, engine.logits_chunk_tokens, use_fused=self.use_fused, reads_in_layer=in_layer
         )
         self._cutter = minibatch.Cutter(engine, algorithm, self.layout, self.balance, self.has_experts, self.device)
         self._set_functions_of_the_schedule()
-
-    def _names_of_sums(self) -> list[str]:
-        """Of the reports of `_loss`, on all ranks alike; a loss function is tried for it."""
-        names, algorithm = list(metrics.SUMS[self.algorithm.name]), self.algorithm
-        if algorithm.name == "grpo":
-            with unchanged_random_state():
-                names += map(loss.own_name, try_loss(self.own.loss_of(algorithm), algorithm))
-        return names
 
     @property
     def has_experts(self) -> bool:
@@ -143,24 +138,6 @@ class Engine:
         for line in lines if self.layout.rank == 0 else ():
             print(line, file=sys.stderr, flush=True)
 
-    def _build_reference(self, path: str) -> WrappedModel | FrozenModel:
-        """The reference of the KL: with LoRA the policy without its adapters, else the folder's weights once more."""
-        return self.wrapped if self.config.lora.rank else self._build_frozen(path)
-
-    def _build_teacher(self, choice: TeacherChoice, model_path: str) -> Teacher:
-        model: WrappedModel | FrozenModel | None = None
-        if choice.path:
-            model = self._build_frozen(choice.path)
-        elif choice.is_in_trainer:
-            model = self.wrapped if choice.adapter_path else self.reference or self._build_reference(model_path)
-        return Teacher(choice, model, self.mbridge, self.config.wrap)
-
-    def _build_frozen(self, path: str | Path) -> FrozenModel:
-        """A folder's weights, without adapters."""
-        chunks = build_chunks(self.mbridge, path)
-        alike.check_weights(chunks, path)
-        return FrozenModel(self.config, self.model_config, with_product(chunks, self.mbridge, self.config))
-
     def _set_functions_of_the_schedule(self) -> None:
         router_bias.leave_to_engine(self.model_config)
         self.model_config.finalize_model_grads_func = after_return(finalize_model_grads)
@@ -169,38 +146,6 @@ class Engine:
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
-
-    def _add_adapters(
-        self,
-        chunks: list[torch.nn.Module],
-        seed: int,
-        model_path: Path,
-        resumed: str | Path | None,
-        has_reference: bool,
-        teacher: TeacherChoice | None,
-    ) -> None:
-        """Add new adapters, or those of `lora.adapter_path`, which the reference of the KL has too; in the policy those of
-        `resumed` replace them. An adapter of the teacher is kept beside them.
-        """
-        if not self.config.lora.rank:
-            return
-        lora.add_adapters(chunks, self.config.lora, seed)
-
-        def load(path: str | Path) -> None:
-            factors.load_adapter(chunks, Path(path), self.config.lora, self.mbridge, model_path)
-
-        if teacher is not None and teacher.adapter_path:
-            lora.keep(chunks, NEW)
-            load(teacher.adapter_path)
-            lora.keep(chunks, ADAPTER)
-            lora.put_back(chunks, NEW)
-        start, needs_start = self.config.lora.adapter_path, has_reference or (teacher is not None and teacher.is_start)
-        if start and (needs_start or not resumed):
-            load(start)
-            if needs_start:
-                lora.keep(chunks, lora.START)
-        if resumed:
-            load(resumed)
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
         """For each data-parallel rank the indices of the samples whose tokens `prepare` needs on it."""
@@ -232,23 +177,11 @@ class Engine:
         if self.teacher is not None:
             self.teacher.fill(microbatches, self._runner, self._log_probs(self.temperature))
         if self.algorithm.name == "grpo" and self.algorithm.penalises_kl:
-            penalties = self._kl_penalties(minibatches, len(table))
+            reporting = minibatches if self._reports else []
+            penalties = minibatch.kl_penalties(reporting, len(table), self.algorithm, self.device)
             table = minibatch.with_advantages(table, self.algorithm, self.max_new_tokens, self.own, penalties)
             minibatch.set_advantages(minibatches, table)
         return minibatches
-
-    def _kl_penalties(self, minibatches: Sequence[MiniBatch], num_samples: int) -> Numbers:
-        """Of each sample the sum of its tokens' KL estimates by the old log-probs, times the coefficient; on every rank."""
-        found = torch.zeros(num_samples, dtype=torch.float64, device=self.device)
-        for mini in minibatches if self._reports else []:
-            for micro in mini.microbatches:
-                assert micro.old_log_probs is not None
-                tokens = loss.loss_tokens(micro.old_log_probs, micro, self.algorithm, None)
-                kl = loss.kl_estimate(micro.old_log_probs, micro, self.algorithm.kl_estimator) * micro.mask
-                places = torch.tensor(micro.samples, dtype=torch.int64, device=self.device) + mini.first_sample
-                found[places] = tokens.sums(kl)[: len(places)]
-        dist.all_reduce(found)
-        return self.algorithm.kl_coefficient * found.cpu().numpy()
 
     @property
     def _needs_old_log_probs(self) -> bool:
@@ -317,10 +250,10 @@ class Engine:
         self._zero_gradients()
         return_free_memory()
         with lora.training(self.chunks):
-            reports = self._runner.run(mini.microbatches, self.chunks, self._read, partial(self._loss, mini))
+            reports = self._runner.run(mini.microbatches, self.chunks, self._criterion.read, partial(self._loss, mini))
         scale = loss_scale(self.optimizer)
         norm = gradient_norm(self.optimizer)
-        sums = metrics.reduce(reports if self._reports else [], self._sum_names, self.device)
+        sums = metrics.reduce(reports if self._reports else [], self._criterion.sum_names, self.device)
         if self.has_experts:
             sums |= router.take_sums(self.chunks, len(mini.microbatches), self.layout, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
@@ -342,37 +275,11 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    @property
-    def _read(self) -> logits.LogProbs:
-        """Reads the values that the loss needs."""
-        is_grpo, trains = self.algorithm.name == "grpo", self.algorithm.entropy_coefficient != 0
-        return dataclasses.replace(
-            self._log_probs(self.temperature),
-            has_entropy=is_grpo and self.algorithm.log_entropy,
-            trains_entropy=is_grpo and trains,
-            divergence=None if self.teacher is None else self.teacher.divergence(self.temperature),
-        )
-
     def _log_probs(self, temperature: float) -> logits.LogProbs:
         return logits.LogProbs(temperature, self.use_fused, is_exact=self.mbridge.is_exact)
 
     def _loss(self, mini: MiniBatch, micro: MicroBatch, values: head.Values) -> tuple[torch.Tensor, Sums]:
-        log_probs, *others = values
-        objective = None if self.teacher is None else self.teacher.objective
-        divergence = None if objective is None or objective.objective == "sampled" else others.pop(0)
-        sizes = mini.num_tokens, mini.num_members
-        weights = loss.aggregation_weights(micro, *sizes, self.algorithm.loss_aggregation, self.max_new_tokens)
-        if self.algorithm.name == "grpo":
-            micro.policy_log_probs = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
-            batch = micro if objective is None else distillation.with_advantages(micro, log_probs, objective)
-            entropy = others[0] if others else None
-            value, sums = loss.grpo_loss(log_probs, batch, weights, self.algorithm, entropy, self.own.loss)
-        else:
-            value, sums = loss.sft_loss(log_probs, micro, weights)
-            value = value if objective is None else objective.reward_weight * value
-        if objective is not None:
-            kl = -distillation.log_ratio(micro, log_probs) if divergence is None else divergence
-            value, sums = distillation.add_term(value, sums, kl, micro, weights, objective)
+        value, sums = self._criterion.loss(mini, micro, values)
         # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size
         return value * len(mini.microbatches) * self.layout.data_size, sums
 
@@ -417,14 +324,3 @@ def check_limit(algorithm: AlgorithmConfig, sampling: RolloutSampling) -> None:
     """ValueError where `algorithm` needs the limit of a response and there is none."""
     if not sampling.max_new_tokens and (algorithm.loss_aggregation == "constant_length" or algorithm.truncated == "penalise"):
         raise ValueError("sampling.max_new_tokens = 0: this algorithm needs the limit of a response, in tokens")
-
-
-def with_product(chunks: list[torch.nn.Module], mbridge: Any, config: EngineConfig) -> list[torch.nn.Module]:
-    """The chunks, whose output layer makes logits by the configured product."""
-    for chunk in chunks:
-        layer = head.output_layer(gpt_model(chunk))
-        if layer is not None and (mbridge.is_exact or config.head_dtype == "float32"):
-            layer.product = exact.product if mbridge.is_exact else head.in_float32
-    if mbridge.is_exact:
-        exact.prepare_machine(chunks, mbridge.hf_config)
-    return chunks

@@ -1,6 +1,6 @@
 """Samples become mini-batches: this rank's share of an optimizer step, and the counts of all ranks.
 
-No collective: each rank cuts the same table and packs its own part. Leaves out old and reference log-probs (engine.py).
+Each rank cuts the same table and packs its own part. Leaves out old and reference log-probs (engine.py).
 Try it: tests/engine/test_engine.py.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from engine.objective import advantages, loss
 from engine.objective.advantages import Numbers
@@ -67,6 +68,25 @@ def with_advantages(
             raise
         raise ValueError(f"algorithm.advantage = {algorithm.advantage}: {type(error).__name__}: {error}") from error
     return dataclasses.replace(table, advantages=found[members])
+
+
+def kl_penalties(
+    minibatches: Sequence[MiniBatch], num_samples: int, algorithm: AlgorithmConfig, device: torch.device
+) -> Numbers:
+    """Of each sample of a batch the sum of its tokens' KL estimates by the old log-probs, times the coefficient; on every rank.
+
+    Collective. `minibatches`: of the whole batch, [] on ranks that report nothing.
+    """
+    found = torch.zeros(num_samples, dtype=torch.float64, device=device)
+    for mini in minibatches:
+        for micro in mini.microbatches:
+            assert micro.old_log_probs is not None
+            tokens = loss.loss_tokens(micro.old_log_probs, micro, algorithm, None)
+            kl = loss.kl_estimate(micro.old_log_probs, micro, algorithm.kl_estimator) * micro.mask
+            places = torch.tensor(micro.samples, dtype=torch.int64, device=device) + mini.first_sample
+            found[places] = tokens.sums(kl)[: len(places)]
+    dist.all_reduce(found)
+    return algorithm.kl_coefficient * found.cpu().numpy()
 
 
 def set_advantages(minibatches: Sequence[MiniBatch], table: SampleTable) -> None:

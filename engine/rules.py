@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.config import DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, LoraConfig, ParallelConfig
+from engine.config import DELTA_FAMILIES, DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, LoraConfig, ParallelConfig
 
 
 class Problem(NamedTuple):
@@ -83,8 +83,11 @@ def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem |
     return None
 
 
-def context_problem(num_kv_heads: int, parallel: ParallelConfig) -> Problem | None:
+def context_problem(model_type: str, num_kv_heads: int, parallel: ParallelConfig) -> Problem | None:
     """Rules of attention over context ranks; `num_kv_heads`: the model's."""
+    if parallel.context > 1 and model_type in DELTA_FAMILIES:
+        message = f"engine.parallel.context = {parallel.context}: the gated delta nets of {model_type} need whole sequences"
+        return Problem(message, "write engine.parallel.context=1, and engine.parallel.tensor for longer sequences", "1")
     heads = num_kv_heads // parallel.tensor
     if parallel.context_attention != "ulysses" or heads % parallel.context == 0:
         return None

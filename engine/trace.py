@@ -25,10 +25,10 @@ from engine.attention import flash, fused, rope
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
-from engine.engine import with_product
+from engine.models import build_model
 from engine.model import lora
 from engine.model.exact import ExactAttention
-from engine.model.build import build_chunks, build_mbridge, gpt_model
+from engine.model.build import build_mbridge, gpt_model
 from engine.objective.logits import LogProbs
 from engine.passes import PipelineRunner
 from engine.peft import factors
@@ -57,7 +57,7 @@ class Forward:
         engine = engine.model_copy(update={"parallel": ParallelConfig()})
         self.mbridge = build_mbridge(model, engine)
         flash.choose(engine.kernels, self.mbridge.config)
-        self.chunks = with_product(build_chunks(self.mbridge, weights_path or model.path), self.mbridge, engine)
+        self.chunks = build_model(self.mbridge, engine, weights_path or model.path)
         if engine.lora.rank:
             lora.add_adapters(self.chunks, engine.lora, seed=0)
             adapter = adapter_path or engine.lora.adapter_path

@@ -16,7 +16,7 @@ class RandomEngine(Engine):
     """An engine that needs no weights on the disk."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        with mock.patch("engine.engine.build_chunks", self.build):
+        with mock.patch("engine.models.build_chunks", self.build):
             super().__init__(*args, **options)
 
     @staticmethod

@@ -64,7 +64,7 @@ def attend(
 
 def check(hf_config: Any, parallel: ParallelConfig) -> None:
     """ValueError for what does not go with it."""
-    if found := rules.context_problem(hf_config.num_key_value_heads, parallel):
+    if found := rules.context_problem(hf_config.model_type, hf_config.num_key_value_heads, parallel):
         raise ValueError(str(found))
 
 

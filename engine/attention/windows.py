@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+from engine.config import DELTA_FAMILIES
+
+FULL, SLIDING, DELTA = "full_attention", "sliding_attention", "linear_attention"  # values of `layer_types`
 WINDOW = 4096  # `sliding_window` where config.json says nothing: MistralConfig, Qwen2Config, Gemma3TextConfig and others
 OF_ALL_LAYERS = ("mistral", "mixtral", "qwen3_moe")  # families that read no `layer_types`
 SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # families without a window but with `use_sliding_window`
@@ -24,8 +26,12 @@ def window(fields: Mapping[str, Any]) -> int:
 
 
 def layer_types(fields: Mapping[str, Any]) -> list[str]:
-    """SLIDING or FULL for each layer: `layer_types`, or what transformers puts in its place."""
+    """SLIDING, FULL or DELTA for each layer: `layer_types`, or what transformers puts in its place."""
     family, has_window, numbers = fields["model_type"], window(fields) > 0, range(fields["num_hidden_layers"])
+    if family in DELTA_FAMILIES:
+        given, interval = fields.get("layer_types"), fields.get("full_attention_interval")
+        interval = interval if type(interval) is int and interval > 0 else 4  # features.py refuses others
+        return given if isinstance(given, list) else [DELTA if (number + 1) % interval else FULL for number in numbers]
     if family in OF_ALL_LAYERS or family not in FAMILIES:
         return [SLIDING if has_window else FULL for _ in numbers]
     if (given := fields.get("layer_types")) is not None:
@@ -44,6 +50,11 @@ def layer_windows(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """For each layer the tokens that one attends to, itself included (masking_utils.py:sliding_window_overlay); 0: all."""
     size = window(fields)
     return tuple(size if kind == SLIDING else 0 for kind in layer_types(fields))
+
+
+def layer_reaches(fields: Mapping[str, Any], chunk: int) -> tuple[int, ...]:
+    """For each layer the tokens that one is multiplied with; 0: all. `chunk`: those of a gated delta net's chunk."""
+    return tuple(chunk if kind == DELTA else size for kind, size in zip(layer_types(fields), layer_windows(fields), strict=True))
 
 
 def config_arguments(hf_config: Any) -> dict[str, Any]:

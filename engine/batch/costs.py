@@ -14,8 +14,14 @@ import numpy.typing as npt
 
 
 def _attention_columns(config: Any) -> float:
-    """Weights of a layer's attention, over the hidden size."""
+    """Weights of a layer's attention, or of its gated delta net, over the hidden size; a mean over layers."""
     heads = config.num_attention_heads
+    if config.linear_attention_freq:
+        share = sum(config.linear_attention_freq) / config.num_layers
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        attention = 3 * heads * config.kv_channels + 2 * config.num_query_groups * config.kv_channels
+        return float(share * (2 * keys + 3 * values + 2 * config.linear_num_value_heads) + (1 - share) * attention)
     if not config.multi_latent_attention:
         return float(2 * heads * config.kv_channels + 2 * config.num_query_groups * config.kv_channels)
     query_size, low = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.q_lora_rank

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.model.families import PREDICTORS
+from engine.model.families.table import PREDICTORS
 from engine.runtime.parallel import Layout
 from engine.runtime.tensor_file import save_tensors
 

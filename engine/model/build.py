@@ -10,21 +10,24 @@ import copy
 import io
 import math
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
-from engine.attention import context, fused, latent, rope, windows
+from engine.attention import context, delta, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
-from engine.model import exact, families, gemma, head, recompute, stages, vocabulary
+from engine.model import exact, head, recompute, stages, vocabulary
+from engine.model.families import gemma, table as families
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.plan import Balance
-from engine.config import FAMILIES, GEMMA, LATENT_FAMILIES, AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
-from engine.runtime.megatron import get_gpt_decoder_block_spec
+from engine.config import FAMILIES, LATENT_FAMILIES, AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+from engine.runtime.megatron import get_gpt_decoder_block_spec, get_transformer_layer_offset
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
@@ -62,7 +65,9 @@ class _LocalSpec:
         self.has_vp_stage = True
         spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
         spec.layer_norm = RMSNorm
-        for layer in spec.layer_specs:
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # megatron-core's layers share them
+        first = get_transformer_layer_offset(self.config, vp_stage=vp_stage)
+        for number, layer in enumerate(spec.layer_specs, first):
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
             attention = layer.submodules.self_attention.submodules
             attention.core_attention = CoreAttention
@@ -72,8 +77,7 @@ class _LocalSpec:
             experts.use_grouped_experts(layer)
             if self.recomputes_activation:
                 recompute.use_recomputed_activation(layer)
-            if self.hf_config.model_type == GEMMA:
-                gemma.use_layers(layer)
+            families.use_layers(layer, self.config, self.hf_config, number)
         if self.is_exact:
             exact.use_exact_layers(spec)
         return spec
@@ -176,7 +180,7 @@ def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
     """The balance of micro-batches; interleaved chunks take groups of as many as there are stages (schedules.py:957)."""
     parallel, by_cost = engine.parallel, engine.balance == "cost"
     length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
-    of_layers = windows.layer_windows(bridge.hf_config.to_dict()) if by_cost else ()
+    of_layers = windows.layer_reaches(bridge.hf_config.to_dict(), delta.CHUNK) if by_cost else ()
     return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length, of_layers)
 
 
@@ -212,7 +216,18 @@ def build_chunks(bridge: Bridge, path: str | Path | None) -> list[torch.nn.Modul
 
 
 def check_finite(chunks: list[torch.nn.Module], path: str | Path) -> None:
-    """Raises a ValueError that names the first parameter with NaN or infinity, and its folder."""
+    """Raises a ValueError on all ranks: the first parameter with NaN or infinity, its folder, rank and node. Collective."""
+    found = [(_not_finite(chunks, path), socket.gethostname())]
+    if dist.is_initialized():
+        own, found = found[0], found * dist.get_world_size()
+        dist.all_gather_object(found, own)
+    for rank, (problem, node) in enumerate(found):
+        if problem:
+            raise ValueError(f"rank {rank} on node {node}: {problem}" if len(found) > 1 else problem)
+
+
+def _not_finite(chunks: list[torch.nn.Module], path: str | Path) -> str:
+    """What is wrong with the first such parameter; empty: nothing."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if bool(torch.isfinite(parameter).all()):
@@ -220,8 +235,9 @@ def check_finite(chunks: list[torch.nn.Module], path: str | Path) -> None:
             name = global_name(chunk, name)
             if parameter.dtype is torch.float16 and not bool(torch.isnan(parameter).any()):
                 message = f"model.dtype = float16: {name} of {path} has values that float16 cannot hold"
-                raise ValueError(f"{message} (its largest is 65504). Remedy: write model.dtype=bfloat16")
-            raise ValueError(f"model.path: {name} of {path} has values that are not finite. Remedy: download the model again")
+                return f"{message} (its largest is 65504). Remedy: write model.dtype=bfloat16"
+            return f"model.path: {name} of {path} has values that are not finite. Remedy: download the model again"
+    return ""
 
 
 def gpt_model(chunk: torch.nn.Module) -> Any:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import rules
-from engine.config import LoraConfig
+from engine.config import DELTA_TARGETS, LORA_TARGETS, LoraConfig
 from engine.moe.experts import ExpertLinear, grouped_linear
 from engine.attention.latent import ReplicatedLinear
 from engine.runtime import workarounds
@@ -168,10 +168,12 @@ def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -
         for parameter in chunk.parameters():
             parameter.requires_grad = False
         linears = dict(_layer_linears(chunk))
-        present = sorted({name.rpartition(".")[2] for name in linears})
+        present = {name.rpartition(".")[2] for name in linears}
+        if gpt_model(chunk).config.linear_attention_freq:  # some chunks have layers of one kind alone
+            present |= {*LORA_TARGETS, *DELTA_TARGETS}
         unknown = [target for target in config.targets if target not in present]
         if unknown:
-            raise ValueError(f"engine.lora.targets: no linear {unknown[0]!r} in this model; it has {', '.join(present)}")
+            raise ValueError(f"engine.lora.targets: no linear {unknown[0]!r} in this model; it has {', '.join(sorted(present))}")
         for name, linear in linears.items():
             if name.rpartition(".")[2] in config.targets:
                 adapt = _adapt_experts if isinstance(linear, ExpertLinear) else _adapt

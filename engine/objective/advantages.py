@@ -29,7 +29,8 @@ class AdvantageInput:
     groups: npt.NDArray[np.int64]  # [n], responses of a prompt share it
     lengths: npt.NDArray[np.int64]  # [n], sampled tokens
     config: AlgorithmConfig
-    # [n, k]: of each of k rewards, without its weight, where there are several; NaN where an episode gave the sum alone
+    # [n, k]: of each of k rewards, without its weight, where there are several; NaN where a reward does not score the sample's
+    # source, or an episode gave the sum alone
     parts: Numbers = field(default_factory=lambda: np.empty((0, 0)))
     part_weights: Sequence[float] = ()  # k
     greedy_rewards: Numbers = field(default_factory=lambda: np.empty(0))  # [n], of each prompt's greedy response; NaN: none

@@ -87,28 +87,34 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
     metrics |= {"loss/load_balancing": average["balance"]} if algorithm.load_balancing else {}
     metrics |= teacher_metrics(mean, average, history) if "teacher_kl" in mean else {}
     if algorithm.name == "grpo":
-        first = history[0]
-        metrics |= {
-            "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
-            "ratio/mean": mean["ratio"],
-            **({"ratio/clipped_fraction": mean["clipped"]} if "clipped" in mean else {}),
-            "logprob_gap/mean": mean["gap"],
-            "logprob_gap/max": max(sums["gap_max"] for sums in history),
-            "loss/total": average["loss"] + algorithm.load_balancing * average.get("balance_of_layers", 0.0),
-        }
-        if algorithm.importance_correction != "none":
-            metrics["importance/mean"] = mean["importance"]
-            metrics["importance/ess"] = effective_share(total["weight_count"], total["weight"], total["weight_square"])
-        metrics |= {"importance/masked_fraction": mean["masked"]} if algorithm.importance_correction == "mask" else {}
-        metrics |= {"loss/kl": mean["kl"]} if algorithm.kl_coefficient > 0 else {}
-        metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if "dual_clipped" in mean else {}
-        metrics |= {"logprob_gap/own_experts_mean": mean["own_gap"]} if algorithm.log_router_gap else {}
-        if algorithm.router_replay == "rollout":
-            compared = sum(sums["compared"] for sums in history)
-            metrics["router_replay/moved_fraction"] = sum(sums["moved"] for sums in history) / max(compared, 1)
-        metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy or algorithm.entropy_coefficient else {}
-        metrics |= {name: value for name, value in mean.items() if name.startswith("loss/")}  # what the loss function reports
+        metrics["loss/total"] = average["loss"] + algorithm.load_balancing * average.get("balance_of_layers", 0.0)
+        metrics |= policy_metrics(mean, total, history, algorithm)
     return metrics
+
+
+def policy_metrics(
+    mean: Mapping[str, float], total: Mapping[str, float], history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
+) -> dict[str, float]:
+    """Of means over tokens and totals of the steps of `history`: ratios, gap to the rollouts, weights, KL and entropy."""
+    first = history[0]
+    metrics = {
+        "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
+        "ratio/mean": mean["ratio"],
+        **({"ratio/clipped_fraction": mean["clipped"]} if "clipped" in mean else {}),
+        "logprob_gap/mean": mean["gap"],
+        "logprob_gap/max": max(sums["gap_max"] for sums in history),
+    }
+    if algorithm.importance_correction != "none":
+        metrics["importance/mean"] = mean["importance"]
+        metrics["importance/ess"] = effective_share(total["weight_count"], total["weight"], total["weight_square"])
+    metrics |= {"importance/masked_fraction": mean["masked"]} if algorithm.importance_correction == "mask" else {}
+    metrics |= {"loss/kl": mean["kl"]} if algorithm.kl_coefficient > 0 else {}
+    metrics |= {"ratio/dual_clipped_fraction": mean["dual_clipped"]} if "dual_clipped" in mean else {}
+    metrics |= {"logprob_gap/own_experts_mean": mean["own_gap"]} if algorithm.log_router_gap else {}
+    if algorithm.router_replay == "rollout":
+        metrics["router_replay/moved_fraction"] = total["moved"] / max(total["compared"], 1)
+    metrics |= {"entropy/mean": mean["entropy"]} if algorithm.log_entropy or algorithm.entropy_coefficient else {}
+    return metrics | {name: value for name, value in mean.items() if name.startswith("loss/")}  # reported by the loss function
 
 
 def teacher_metrics(

@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from engine.peft import experts
 from engine.config import TARGET_OF, LoraConfig
 from engine.moe.experts import ExpertLinear
+from engine.attention import delta
+from engine.attention.delta import MIXED, merge_ranks
 from engine.attention.latent import ReplicatedLinear
 from engine.model.lora import adapted_linears
 from engine.runtime.megatron import ColumnParallelLinear
@@ -44,26 +46,39 @@ class PeftFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """The layout of query, key and value in a fused linear: for each group its queries, then a key and a value."""
+    """The layout of query, key and value in a fused linear: for each group its queries, then a key and a value.
+
+    `delta_sizes`: of a model with gated delta nets the rows of in_proj's parts (delta.split_sizes); a group's queries are then
+    followed by their gates.
+    """
 
     num_heads: int
     num_groups: int
+    delta_sizes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, hf_config: Any) -> Heads:
-        return cls(hf_config.num_attention_heads, hf_config.num_key_value_heads)
+    def of(cls, config: Any) -> Heads:
+        """`config`: megatron-core's."""
+        sizes = delta.split_sizes(config) if config.linear_attention_freq else ()
+        return cls(config.num_attention_heads, config.num_query_groups, tuple(sizes))
 
 
 def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
     """The rows of `whole` [rows, n] that belong to each Hugging Face linear fused into `linear`.
 
-    `whole` is the concatenation of the tensor-parallel shards. Returns views [*, n]; flattening * gives a linear's rows in order.
-    Invariant: together they hold each row once.
+    `whole` is the concatenation of the tensor-parallel shards. Returns [*, n], views where there is one shard; flattening * gives
+    a linear's rows in order. Invariant: together they hold each row once.
     """
     if linear.endswith("linear_qkv"):
-        queries = heads.num_heads // heads.num_groups
+        gates = 2 if heads.delta_sizes else 1
+        queries = heads.num_heads // heads.num_groups * gates
         groups = whole.view(heads.num_groups, queries + 2, -1, whole.shape[1])
-        return [groups[:, :queries], groups[:, queries], groups[:, queries + 1]]
+        of_queries = torch.unflatten(groups[:, :queries], 1, (gates, -1)).transpose(1, 2)  # a head's gate follows it there
+        return [of_queries, groups[:, queries], groups[:, queries + 1]]
+    if linear.endswith("in_proj"):
+        sizes = heads.delta_sizes
+        whole = whole if tensor_size == 1 else merge_ranks(list(whole.chunk(tensor_size)), list(sizes))
+        return list(torch.split(whole, [sum(sizes[:MIXED]), *sizes[MIXED:]]))
     if linear.endswith("linear_fc1"):
         return list(whole.view(tensor_size, 2, -1, whole.shape[1]).unbind(1))
     return [whole]
@@ -84,7 +99,7 @@ def adapter_tensors(units: Iterable[list[AdapterItem]], mbridge: Any, layout: La
 
     Views of parameters where nothing is gathered. Linears that are fused into one share its A.
     """
-    heads, group = Heads.of(mbridge.hf_config), mbridge.mpu.tp_group
+    heads, group = Heads.of(mbridge.config), mbridge.mpu.tp_group
     for unit in units:
         yield from _experts_tensors([item for item in unit if item.num_experts], group, layout)
         items = [item for item in unit if not item.num_experts]
@@ -201,7 +216,7 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
             continue
         members = hf_linears(mbridge, name)
         if any(member in factors for member in members):
-            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge.hf_config))
+            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge.config))
 
 
 def _read_factors(folder: Path) -> Factors:
@@ -219,14 +234,14 @@ def _load_linear(linear: Any, name: str, members: list[tuple[torch.Tensor, torch
     is_column, is_whole = isinstance(linear, ColumnParallelLinear), isinstance(linear, ReplicatedLinear)
     size, rank = (1, 0) if is_whole else (linear.tp_group.size(), linear.tp_group.rank())
     whole_b = torch.zeros(linear.output_size, linear.lora_a.shape[0])
-    parts = split_rows(name, whole_b, heads, size if is_column else 1)
-    present = [(part, *pair) for part, pair in zip(parts, members, strict=True) if pair is not None]
+    numbers = torch.arange(linear.output_size)[:, None]
+    rows = [part.flatten() for part in split_rows(name, numbers, heads, size if is_column else 1)]
+    present = [(part, *pair) for part, pair in zip(rows, members, strict=True) if pair is not None]
     is_shared = all(torch.equal(a, present[0][1]) for _, a, _ in present)
     stacked: list[torch.Tensor] = []
     for part, a, b in present:
         offset = 0 if is_shared else sum(one.shape[0] for one in stacked)
-        target = part[..., offset : offset + a.shape[0]]
-        target.copy_(b.view(target.shape))
+        whole_b[part, offset : offset + a.shape[0]] = b.float()
         stacked = [a.float()] if is_shared else [*stacked, a.float()]
     whole_a = torch.cat(stacked)
     if is_column:

@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from engine.attention.windows import DELTA, FULL, OF_ALL_LAYERS, SLIDING, SWITCHED, layer_types, window
 from engine.attention.windows import FAMILIES as WINDOWED
-from engine.attention.windows import FULL, OF_ALL_LAYERS, SLIDING, SWITCHED, layer_types, window
-from engine.config import BIASED_ROUTERS, FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES, ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from engine.config import (
+    BIASED_ROUTERS,
+    DELTA_FAMILIES,
+    FAMILIES,
+    GEMMA,
+    LATENT_FAMILIES,
+    MOE_FAMILIES,
+    ROPE_BY_LAYER_TYPE,
+    ROPE_TYPES,
+)
 from megasync.models.declared import declared_fields
 from megasync.models.model_shape import ModelShape
 
@@ -25,7 +34,8 @@ ROPE_NUMBERS = {  # numbers without a default, by the type of rope scaling
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-PARTIAL_ROTARY = ("glm4_moe",)  # families with it; the factor is a half where config.json says nothing
+PARTIAL_ROTARY = ("glm4_moe", *DELTA_FAMILIES)  # families with it, also where config.json says nothing of the factor
+SHARED_EXPERT = ("qwen2_moe", "qwen3_5_moe_text")  # families with a shared expert of a size of its own
 WHOLE_HEADS = ("llama", GEMMA)  # hidden_size must be a multiple of the heads, also beside a head_dim
 SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
 QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
@@ -108,9 +118,9 @@ def is_whole(model: Model, name: str, least: int) -> bool:
 
 
 def is_list_of_types(model: Model) -> bool:
-    given = model.get("layer_types")
+    given, kinds = model.get("layer_types"), (FULL, DELTA if model.family in DELTA_FAMILIES else SLIDING)
     is_long = isinstance(given, list) and len(given) == model.shape.num_hidden_layers
-    return is_long and all(each in (FULL, SLIDING) for each in given)
+    return is_long and all(each in kinds for each in given)
 
 
 def differ(model: Model) -> bool:
@@ -161,14 +171,14 @@ RULES = (
     Rule("sliding_window_pattern", lambda m: not is_whole(m, "sliding_window_pattern", 1),
          "a whole number of at least 1 is expected"),
     Rule("layer_types", lambda m: m.get("layer_types") is not None and not is_list_of_types(m),
-         f"{FULL} or {SLIDING} for each layer is expected"),
+         f"{FULL} or {SLIDING} for each layer is expected, of Qwen 3.5 {FULL} or {DELTA}"),
     Rule("sliding_window", lambda m: m.family not in WINDOWED and m.get("sliding_window"), "only vLLM reads it for this family"),
     Rule("use_sliding_window", lambda m: m.get("use_sliding_window") and not m.window, "there is no sliding_window", SWITCHED),
     Rule("layer_types", lambda m: SLIDING in m.layer_types and not m.window, "there is no sliding_window"),
     Rule("layer_types", lambda m: "layer_types" in m.fields, "transformers takes such a mistral for ministral", ("mistral",)),
     Rule("layer_types", lambda m: m.get("layer_types") not in (None, m.layer_types)
          and (m.family not in WINDOWED or m.family in OF_ALL_LAYERS), "only vLLM reads it for this family"),
-    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family != GEMMA,
+    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (GEMMA, *DELTA_FAMILIES),
          "with max_window_layers, windows are in some of the layers: vLLM leaves them out"),
     Rule("sliding_window", lambda m: SLIDING not in m.layer_types and m.window,
          "by layer_types and max_window_layers no layer has a window, vLLM up to 0.26 gives it to all"),
@@ -181,8 +191,9 @@ RULES = (
     Rule("num_experts_per_tok", lambda m: m.get("num_experts_per_tok") == 1, "routers choose at least two", MOE_FAMILIES),
     Rule("mlp_only_layers", lambda m: m.get("mlp_only_layers"), ALL_LAYERS, MOE_FAMILIES),
     Rule("decoder_sparse_step", lambda m: m.get("decoder_sparse_step", 1) != 1, ALL_LAYERS, MOE_FAMILIES),
-    Rule("shared_expert_intermediate_size", lambda m: bool(m.get("shared_expert_intermediate_size")) != (m.family == "qwen2_moe"),
-         "the engine has a shared expert of this size for qwen2_moe, and for it only", MOE_FAMILIES),
+    Rule("shared_expert_intermediate_size", lambda m: bool(m.shape.shared_expert_intermediate_size
+                                                    or m.get("shared_expert_intermediate_size")) != (m.family in SHARED_EXPERT),
+         f"the engine has a shared expert of this size for {', '.join(SHARED_EXPERT)} only", MOE_FAMILIES),
     Rule("qkv_bias", lambda m: not m.get("qkv_bias", True), "the engine has attention with biases only", ("qwen2_moe",)),
     Rule("output_router_logits", lambda m: m.get("output_router_logits"), "write algorithm.load_balancing instead", MOE_FAMILIES),
     Rule("router_jitter_noise", lambda m: m.get("router_jitter_noise"), "the engine adds no noise", MOE_FAMILIES),
@@ -192,6 +203,12 @@ RULES = (
     Rule("n_shared_experts", lambda m: not m.get("n_shared_experts", 1), "the engine needs a shared expert", BIASED_ROUTERS),
     Rule("first_k_dense_replace", lambda m: (m.get("first_k_dense_replace") or 0) >= m.shape.num_hidden_layers,
          "no layer has experts", BIASED_ROUTERS),
+    # gated delta nets
+    Rule("layer_types", lambda m: FULL not in m.layer_types, "the engine needs a layer with attention", DELTA_FAMILIES),
+    Rule("full_attention_interval", lambda m: not is_whole(m, "full_attention_interval", 1),
+         "a whole number of at least 1 is expected", DELTA_FAMILIES),
+    Rule("linear_num_value_heads", lambda m: m.shape.linear_num_value_heads % m.shape.linear_num_key_heads,
+         "no multiple of linear_num_key_heads", DELTA_FAMILIES),
     # multi-latent attention; vLLM and transformers read most of these fields differently
     Rule("num_key_value_heads", lambda m: m.get("num_key_value_heads") not in (None, m.shape.num_attention_heads),
          "num_attention_heads is expected", LATENT_FAMILIES),
@@ -218,7 +235,8 @@ def unsupported(shape: ModelShape, fields: dict[str, Any]) -> Unsupported | None
 def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
     """Of one set of rotary embeddings."""
     kind, partial, is_latent = _rope_type(rope), rope["partial_rotary_factor"], model.family in LATENT_FAMILIES
-    kinds = ROPE_BY_LAYER_TYPE if model.family == GEMMA else ("default", "yarn") if is_latent else ROPE_TYPES
+    kinds: tuple[str, ...] = ROPE_BY_LAYER_TYPE if model.family == GEMMA else ("default", "yarn") if is_latent else ROPE_TYPES
+    kinds = ("default",) if model.family in DELTA_FAMILIES else kinds
     if kind not in kinds:
         yield Unsupported("rope_type", kind, f"engine and vLLM have {', '.join(kinds)} for {model.family}", OTHER_MODEL)
     yield from _rope_numbers(kind, rope)

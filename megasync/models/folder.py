@@ -14,7 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from bridge.layout.manifest import ITEM_BYTES
-from engine.config import BIASED_ROUTERS, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
+from engine.attention.windows import DELTA, layer_types
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.models.declared import declared_fields
 from megasync.models.features import unsupported
@@ -27,12 +28,16 @@ MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a 
 OPTIONAL_SIZES = (
     *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
 )
+DELTA_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+)
 DEFAULT_SIZES = (
     "num_key_value_heads",
     "head_dim",
     "num_experts_per_tok",
     "first_k_dense_replace",
     "q_lora_rank",
+    *DELTA_SIZES,
 )  # transformers'
 OTHER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # of fields that a family's config class does not declare
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm", "use_sliding_window"), ((bool,), "bool")),
@@ -43,8 +48,14 @@ OTHER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # of fields that a fam
     "type": ((str, type(None)), "a text"),
 }
 MIN_VALUES = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
+TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # published with vision layers: their text models
+TEXT_ALONE = (  # transformers 5.19 saves what it has loaded by the names of the folder, with those of vision layers' text
+    "write its text model: held = AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); "
+    "text = AutoModelForCausalLM.from_config(held.config, dtype=held.dtype); text.load_state_dict(held.state_dict()); "
+    "text.save_pretrained(TEXT); FOLDER is "
+)
 REFUSED_FAMILIES = {  # mbridge knows them, and the engine would compute them wrongly
-    **dict.fromkeys(("gemma3", "glm4v", "glm4v_moe", "internvl_chat", "qwen2_5_vl"), "vision layers"),
+    **dict.fromkeys(("gemma3", "glm4v", "glm4v_moe", "internvl_chat", "qwen2_5_vl", *TEXT_OF), "vision layers"),
     "mimo": "multi-token prediction (num_nextn_predict_layers)",
 }
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -121,12 +132,12 @@ def read_json_object(path: Path, remedy: str = DOWNLOAD_REMEDY) -> dict[str, Any
 def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     family = fields.get("model_type")
     if family not in FAMILIES:
-        feature = REFUSED_FAMILIES.get(str(family))
+        feature, text = REFUSED_FAMILIES.get(str(family)), TEXT_OF.get(str(family), "")
         raise ConfigError(
             f"{path}: model_type = {family!r}: the engine has no {feature or 'such architecture'}",
             choices=", ".join(FAMILIES),
-            nearest="" if feature else nearest_name(str(family), FAMILIES),
-            remedy="set model.path to a model of one of these",
+            nearest=text if feature else nearest_name(str(family), FAMILIES),
+            remedy=f"{TEXT_ALONE}{path.parent}" if text else "set model.path to a model of one of these",
         )
     sizes: dict[str, int] = {}
     for name, size in _given_sizes(family, fields).items():
@@ -136,6 +147,8 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
         message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
         raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+    if family in DELTA_FAMILIES:
+        sizes["num_delta_layers"] = layer_types(fields | sizes).count(DELTA)
     return ModelShape(model_type=family, **sizes)
 
 
@@ -145,15 +158,17 @@ def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     others = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
     others |= {"moe_intermediate_size": "intermediate_size"} if family == "mixtral" else {}
     others |= {"num_experts": "n_routed_experts"} if family in BIASED_ROUTERS else {}
+    others |= {"intermediate_size": "moe_intermediate_size"} if family == "qwen3_5_moe_text" else {}
     defaults = {name: declared[name].default for name in DEFAULT_SIZES if name in declared}
     defaults |= {"num_key_value_heads": None} if is_latent else {}  # as many as there are heads
     defaults |= {} if family in BIASED_ROUTERS else {"num_experts_per_tok": None}
     given = {name: fields.get(other) for name, other in others.items()}
     given |= {name: value for name, value in defaults.items() if value is not None} | fields
     given["first_k_dense_replace"] = given.get("first_k_dense_replace") or None if family in BIASED_ROUTERS else None
-    unused = {"model_type", *(name for name in OPTIONAL_SIZES if given.get(name) is None)}
+    unused = {"model_type", "num_delta_layers", *(name for name in OPTIONAL_SIZES if given.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(EXPERT_SIZES)
     unused |= set() if is_latent else {"q_lora_rank", *LATENT_SIZES}
+    unused |= set() if family in DELTA_FAMILIES else set(DELTA_SIZES)
     return {name: given.get(name) for name in ModelShape.__dataclass_fields__ if name not in unused}
 
 

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from bridge.layout.manifest import TensorSpec, read_folder_manifest
-from engine.config import BIASED_ROUTERS, GEMMA
+from engine.attention.windows import DELTA, layer_types
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA
 from megasync.config.errors import ConfigError, some
 from megasync.models.model_shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that are no other numbers than they seem
 EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
-WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA)
+WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA, *DELTA_FAMILIES)
 INDEX = "model.safetensors.index.json"
 DOWNLOAD = "download the model again: hf download NAME --local-dir FOLDER"
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
@@ -108,9 +109,12 @@ def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if shape.model_type == GEMMA else []
     attention = _latent_attention(shape) if shape.kv_lora_rank else _attention(shape, fields)
     dense, experts = _feed_forward("mlp.", shape.intermediate_size, hidden), _experts(shape, fields)
+    has_delta_net = [kind == DELTA for kind in layer_types(fields)] if shape.num_delta_layers else [False] * len(layers)
     for layer in layers:
         has_experts = shape.num_experts and layer >= shape.first_k_dense_replace
-        of_layer = {f"{name}.weight": (hidden,) for name in norms} | attention | (experts if has_experts else dense)
+        of_layer = {f"{name}.weight": (hidden,) for name in norms}
+        of_layer |= _delta_net(shape) if has_delta_net[layer] else attention
+        of_layer |= experts if has_experts else dense
         found |= {f"model.layers.{layer}.{name}": size for name, size in of_layer.items()}
     return found
 
@@ -118,14 +122,26 @@ def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
 def _attention(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     hidden, family = shape.hidden_size, shape.model_type
     size = shape.head_dim or hidden // shape.num_attention_heads
-    rows = {"q": shape.num_attention_heads * size, "k": shape.num_key_value_heads * size, "v": shape.num_key_value_heads * size}
+    width = shape.num_attention_heads * size
+    of_groups = shape.num_key_value_heads * size
+    rows = {"q": 2 * width if shape.num_delta_layers else width, "k": of_groups, "v": of_groups}
     found: Shapes = {f"self_attn.{name}_proj.weight": (number, hidden) for name, number in rows.items()}
-    found["self_attn.o_proj.weight"] = (hidden, rows["q"])
+    found["self_attn.o_proj.weight"] = (hidden, width)
     if family in WITH_BIASES or (family == "glm4_moe" and fields.get("attention_bias")):
         found |= {f"self_attn.{name}_proj.bias": (number,) for name, number in rows.items()}
     if family in WITH_QK_NORMS or (family == "glm4_moe" and fields.get("use_qk_norm")):
         found |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
     return found
+
+
+def _delta_net(shape: ModelShape) -> Shapes:
+    hidden, heads = shape.hidden_size, shape.linear_num_value_heads
+    keys, values = shape.linear_num_key_heads * shape.linear_key_head_dim, heads * shape.linear_value_head_dim
+    mixed = 2 * keys + values
+    found: Shapes = {"in_proj_qkv.weight": (mixed, hidden), "in_proj_z.weight": (values, hidden)}
+    found |= {"in_proj_b.weight": (heads, hidden), "in_proj_a.weight": (heads, hidden), "out_proj.weight": (hidden, values)}
+    found |= {"conv1d.weight": (mixed, 1, shape.linear_conv_kernel_dim), "norm.weight": (shape.linear_value_head_dim,)}
+    return {f"linear_attn.{name}": size for name, size in (found | {"A_log": (heads,), "dt_bias": (heads,)}).items()}
 
 
 def _latent_attention(shape: ModelShape) -> Shapes:
@@ -160,7 +176,7 @@ def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     found = {"mlp.gate.weight": (shape.num_experts, hidden)}
     for one in experts:
         found |= _feed_forward(f"mlp.experts.{one}.", size, hidden)
-    if family == "qwen2_moe":
+    if shape.shared_expert_intermediate_size:
         found |= _feed_forward("mlp.shared_expert.", shape.shared_expert_intermediate_size, hidden)
         found["mlp.shared_expert_gate.weight"] = (1, hidden)
     if family in BIASED_ROUTERS:
@@ -172,6 +188,8 @@ def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
 
 def _is_after(name: str, num_layers: int, fields: Mapping[str, Any]) -> bool:
     """Whether it is of a layer that predicts further tokens (multi-token prediction)."""
+    if name.startswith("mtp."):
+        return fields.get("model_type") in DELTA_FAMILIES
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     predicts = any(fields.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
     return predicts and layer is not None and int(layer[1]) >= num_layers

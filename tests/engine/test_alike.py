@@ -82,7 +82,9 @@ def test_ranks_with_other_weights_do_not_train(root: Path) -> None:
         {"paths": (experts, other(experts, root / "same_experts", lambda _: 0)), "expert": 2},
         {"paths": (model,) * 2, "adapters": (adapter, same_adapter), "lora": LORA},
     ]
-    results = run_ranks(2, "tests.engine.alike_cases:messages", {"cases": [*(case for _, case in wrong), *right]})
+    holed = other(model, root / "holed", lambda tensors: tensors[QUERY].view(-1)[7].fill_(torch.nan))
+    cases = [*(case for _, case in wrong), *right, {"paths": (holed, model), "tensor": 2}]
+    results = run_ranks(2, "tests.engine.alike_cases:messages", {"cases": cases})
     texts = [[re.sub(r"/\S+", "FOLDER", message) for message in messages] for messages in results]  # each rank's own, here
     assert texts[0] == texts[1]
     for (words, case), message in zip(wrong, results[0], strict=False):
@@ -90,7 +92,8 @@ def test_ranks_with_other_weights_do_not_train(root: Path) -> None:
         assert words in message, case
         assert f"rank 1 on node {socket.gethostname()}" in message and f"rank 0 on node {socket.gethostname()}" in message
         assert case["paths"][0] in message or case["paths"][1] in message
-    assert results[0][len(wrong) :] == [""] * len(right)
+    assert results[0][len(wrong) : -1] == [""] * len(right)
+    assert results[0][-1].startswith("rank 0 on node ") and "linear_qkv.weight of " in results[0][-1]
 
 
 @settings(deadline=None, max_examples=100)

@@ -53,6 +53,8 @@ def test_adapters_of_experts(rank: int, dropout: float, dtype: str) -> None:
 @given(SIZES, SIZES, SIZES, st.sampled_from(["allgather", "ulysses"]))
 def test_context_attention(heads: int, tensor: int, context: int, kind: str) -> None:
     keys = {"tensor": tensor, "context": context, "context_attention": kind}
-    found = context_problem(heads * tensor, ParallelConfig.model_validate(keys))
+    found = context_problem("qwen3", heads * tensor, ParallelConfig.model_validate(keys))
     assert (found is not None) == (kind == "ulysses" and heads % context > 0)
-    assert found is None or context_problem(heads * tensor, ParallelConfig.model_validate(keys | told(found))) is None
+    assert found is None or context_problem("qwen3", heads * tensor, ParallelConfig.model_validate(keys | told(found))) is None
+    of_delta = context_problem("qwen3_5_text", heads * tensor, ParallelConfig.model_validate(keys))
+    assert of_delta == found if context == 1 else of_delta is not None and told(of_delta) == {"context": 1}

@@ -20,10 +20,10 @@ from typing import Any
 from bridge import processes
 from bridge.config import ReplicaConfig
 from bridge.vllm.exact import register as exact
-from bridge.vllm.serving import multicast, patches, routing
+from bridge.vllm.serving import multicast, patches, routing, text_alone
 from bridge.vllm.serving.requests import MAX_LOG_PROBS
 from bridge.vllm.weights import adapter as vllm_adapter
-from bridge.vllm.weights import latent
+from bridge.vllm.weights import delta, latent
 
 BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -42,6 +42,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
+    text_alone.register()
     exact.keep_nccl()
     if exact.is_exact():
         exact.register()
@@ -160,6 +161,7 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
     }
     arguments |= _optional_arguments(config, arguments["enforce_eager"])
     arguments |= config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
+    arguments |= delta.engine_arguments(config.model_path)
     has_workers = config.tensor_parallel > 1 and torch.cuda.is_available()
     return multicast.without_fusion(arguments) if has_workers and not multicast.is_available() else arguments
 

@@ -1,6 +1,7 @@
 """Parameters in vLLM's workers.
 
 adapter.py   LoRA adapters that vLLM serves beside the base weights
+delta.py     gated delta nets: fused projections, packed convolutions
 experts.py   fused experts: where each expert's linears lie
 latent.py    multi-latent attention: what vLLM derives from its weights
 readback.py  parameters back into Hugging Face names and layout

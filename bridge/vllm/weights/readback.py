@@ -6,7 +6,9 @@ full tensors (shards.py) and fused experts (experts.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import TIED_HEAD, TensorSpec
 from bridge.layout.shards import Part, assemble_one
-from bridge.vllm.weights import experts, latent
+from bridge.vllm.weights import delta, experts, latent
 
 IDENTITY_ROWS = 1024
 MAX_PROBLEMS = 5
@@ -52,7 +54,9 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
-        if not names or path.endswith("attn"):
+        if delta.is_delta_net(module):
+            yield from (part for part in delta.slices(path, module) if wanted(part[0]))
+        if not names or path.endswith(("attn", f"linear_attn.{delta.CONVOLUTION}")):
             continue
         if experts.is_fused_experts(module):
             for name in names:
@@ -119,6 +123,10 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
     else:
         raise ValueError(f"read-back does not know {kind} layers ({hf_names[0]}); set sync.verify to digest")
     parts = torch.split(tensor, sizes)
+    if len(sizes) > len(hf_names):
+        for (linear, start), part in zip(delta.projection_rows(layer, sizes), parts, strict=True):
+            yield hf_names[linear], (start, *other_dims), part
+        return
     for hf_name, part, part_rank, size in zip(hf_names, parts, ranks, sizes, strict=True):
         yield hf_name, (part_rank * size, *other_dims), part
 
@@ -156,8 +164,8 @@ def digest_whole(slices: Iterable[Slice], group: Any) -> dict[str, int]:
     """
     digests: dict[str, int] = {}
     problems: list[str] = []
-    for name, offsets, tensor in slices:
-        parts = _from_all_workers(group, offsets, tensor)
+    for name, of_name in itertools.groupby(slices, itemgetter(0)):  # a worker may hold several parts of one
+        parts = [part for _, offsets, tensor in of_name for part in _from_all_workers(group, offsets, tensor)]
         if group.rank_in_group > 0:
             continue
         try:

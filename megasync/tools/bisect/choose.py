@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import GEMMA, LATENT_FAMILIES, MOE_FAMILIES, LoraConfig
+from engine.config import DELTA_FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES, LoraConfig
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
@@ -59,7 +59,7 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
 
 def check_family(folder: Path) -> None:
     family = read_json_object(folder / "config.json").get("model_type")
-    if family in (*MOE_FAMILIES, *LATENT_FAMILIES, GEMMA):
+    if family in (*MOE_FAMILIES, *LATENT_FAMILIES, *DELTA_FAMILIES, GEMMA):
         raise ConfigError(
             f"{folder}: model_type = {family!r}: its modules are not followed one by one",
             choices="llama, mistral, qwen2, qwen3",

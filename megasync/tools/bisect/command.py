@@ -37,7 +37,7 @@ from megasync.tools.serving.replicas import DOCTOR, scratch_folder, served
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
     from engine.trace import Forward
-    from megasync.tools.bisect.compare import Found, References
+    from megasync.tools.bisect.compare import Finding, References
 
 WRONG, FAILED = 1, 3
 SPARE_TOKENS = 1024  # of a KV cache: blocks that are not full, and one that vLLM keeps for itself
@@ -113,7 +113,7 @@ def for_one_replica(config: Config) -> Config:
     config = _changed(config, enforce_eager=True, **one)
     if longest := config.rollout.max_model_len:
         shape = model_shape(Path(config.model.path))
-        token_bytes = shape.num_hidden_layers * shape.cached_numbers(1) * DTYPE_BYTES[config.model.dtype]
+        token_bytes = shape.num_cached_layers * shape.cached_numbers(1) * DTYPE_BYTES[config.model.dtype]
         needed = token_bytes * (2 * longest + SPARE_TOKENS)
         cache = min(needed, config.rollout.kv_cache_bytes or needed)
         config = _changed(config, kv_cache_bytes=cache, gpu_memory_utilization=MIN_UTILIZATION)
@@ -126,7 +126,7 @@ def _changed(config: Config, **keys: Any) -> Config:
 
 def compared(
     chosen: Chosen, config: Config, response: Response | None, prompts: Prompts, swap: str, serve: Serve, scratch: Path
-) -> tuple[Response, Found]:
+) -> tuple[Response, Finding]:
     """`config`: the replica's, which comes first and ends before the trainer's model is built: a device needs room for one.
 
     Raises:
@@ -183,7 +183,7 @@ def adapter_of(folder: Path) -> dict[str, tuple[Any, Any, float]]:
     return {linear: (a, b, scale) for linear, (a, b) in factors_of(folder).items()}
 
 
-def show(chosen: Chosen, response: Response, found: Found, given: argparse.Namespace) -> None:
+def show(chosen: Chosen, response: Response, found: Finding, given: argparse.Namespace) -> None:
     from megasync.tools.bisect.text import as_json, lines
 
     if given.json:

@@ -53,7 +53,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """`is_stale`: the culprit is attention that is right once the prefix cache is emptied."""
 
     judgement: Judgement
@@ -88,7 +88,7 @@ def trace_replica(pool: ReplicaPool, response: Response, temperature: float, scr
     return Passes(first, again, again_prompt, cold)
 
 
-def compare(forward: Forward, passes: Passes, response: Response, references: References, swap: str = "") -> Found:
+def compare(forward: Forward, passes: Passes, response: Response, references: References, swap: str = "") -> Finding:
     """`swap`: a module, or the end of its name; all that it fits are computed in float64 in the trainer's model once more."""
     begin = time.monotonic()
     sites = list(references.trainer.sites.values())
@@ -102,7 +102,7 @@ def compare(forward: Forward, passes: Passes, response: Response, references: Re
     judgement = judge(sites, [(own, trainer), (theirs, first), (theirs, again)])
     is_stale = judgement.culprit is not None and _is_stale(judgement.culprit, whole, theirs)
     swapped, count = _swapped(forward, response, own, swap) if swap else (None, 0)
-    return Found(
+    return Finding(
         judgement=judgement,
         culprit=judgement.culprit,
         is_stale=is_stale,

@@ -11,14 +11,14 @@ from megasync.config.errors import some
 from megasync.tools.bisect.sites import layer_of
 
 if TYPE_CHECKING:
-    from megasync.tools.bisect.compare import Found
+    from megasync.tools.bisect.compare import Finding
     from megasync.tools.bisect.judge import Difference, Local
     from megasync.tools.bisect.response import Response
 
 MAX_OTHERS = 12
 
 
-def as_json(name: str, response: Response, found: Found) -> dict[str, Any]:
+def as_json(name: str, response: Response, found: Finding) -> dict[str, Any]:
     return {
         "weights": name,
         "response": response.description,
@@ -34,7 +34,7 @@ def as_json(name: str, response: Response, found: Found) -> dict[str, Any]:
     }
 
 
-def lines(name: str, response: Response, found: Found, swap: str) -> Iterator[str]:
+def lines(name: str, response: Response, found: Finding, swap: str) -> Iterator[str]:
     yield f"{name}: {response.description}, after a prompt of {len(response.prompt_ids)}"
     yield from _verdict(found)
     yield ""
@@ -57,7 +57,7 @@ def lines(name: str, response: Response, found: Found, swap: str) -> Iterator[st
     yield "seconds: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.seconds.items())
 
 
-def _verdict(found: Found) -> Iterator[str]:
+def _verdict(found: Finding) -> Iterator[str]:
     culprit = found.culprit
     if culprit is None:
         worst = max(found.judgement.locals, key=lambda each: each.ratio)
@@ -109,7 +109,7 @@ def recorded_gap(response: Response) -> float | None:
     return _mean_difference(response.trainer, response.rollout)
 
 
-def moved(response: Response, found: Found) -> float | None:
+def moved(response: Response, found: Finding) -> float | None:
     """Mean of |rollout in the run's log - replica now|."""
     return _mean_difference(response.rollout, found.replica_log_probs.tolist())
 

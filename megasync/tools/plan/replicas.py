@@ -119,7 +119,7 @@ def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int, sent:
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """On one worker."""
-    numbers = shape.num_hidden_layers * shape.cached_numbers(config.rollout.tensor_parallel)
+    numbers = shape.num_cached_layers * shape.cached_numbers(config.rollout.tensor_parallel)
     return int(numbers * DTYPE_BYTES[config.model.dtype])
 
 

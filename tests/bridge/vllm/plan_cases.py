@@ -113,9 +113,9 @@ def disagreement(model: torch.nn.Module) -> str:
 
 
 def windows(model: torch.nn.Module) -> tuple[int, ...]:
-    """Of each layer how many tokens it attends to; 0: all, which multi-latent attention always does."""
+    """Of each layer how many tokens it attends to; 0: all, or there is no attention of heads."""
     layers: Any = model.get_submodule("model.layers")
-    found = (getattr(layer.self_attn, "attn", None) for layer in layers)
+    found = (getattr(getattr(layer, "self_attn", None), "attn", None) for layer in layers)
     return tuple(0 if attention is None else max(0, attention.impl.sliding_window) for attention in found)
 
 

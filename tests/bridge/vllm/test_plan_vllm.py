@@ -17,13 +17,13 @@ from transformers import AutoConfig
 
 from engine.attention.windows import layer_windows
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import SERVED, write_tiny_model
+from tests.support.tiny_models import DELTA_SERVED, SERVED, write_tiny_model
 
 pytestmark = pytest.mark.vllm_on_cpu
 
 # whether embeddings are tied; experts first, since vLLM builds their group only with the others, for a first model that has some
-FAMILIES = {"deepseek_v3": False, "glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen2": False, "qwen3": True}
-FAMILIES |= {"mistral": False, "gemma3_text": True}
+FAMILIES = {"deepseek_v3": False, "glm4_moe": False, "qwen2_moe": False, "qwen3_moe": False, "qwen3_5_moe_text": False}
+FAMILIES |= {"qwen2": False, "qwen3": True, "mistral": False, "gemma3_text": True, "qwen3_5_text": True}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
     "deepseek_v3": SERVED,
@@ -31,6 +31,8 @@ CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
     "qwen3_moe": WINDOW,
     "qwen2": {**WINDOW, "max_window_layers": 0},
     "mistral": {"sliding_window": 16},
+    "qwen3_5_moe_text": DELTA_SERVED,
+    "qwen3_5_text": DELTA_SERVED,
 }
 
 

@@ -40,5 +40,5 @@ def histories(path: str, cases: list[dict[str, Any]], num_steps: int) -> list[li
         with engine(path, **{"name": "grpo", **case}) as built:
             steps = [built.update(built.prepare(random_samples(16, seed=step))) for step in range(num_steps)]
             results.append([(step["loss/total"], step["grad_norm"]) for step in steps])
-            assert isinstance(built._read, LogProbs)
+            assert isinstance(built._criterion.read, LogProbs)
     return results

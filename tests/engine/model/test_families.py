@@ -44,6 +44,11 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen2_moe": ("qwen2_moe", False, WINDOW),
     "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
     "qwen3": ("qwen3", True, {"rope_parameters": YARN, **WINDOW, "max_window_layers": 1}),
+    "qwen3_5_text": ("qwen3_5_text", False, {}),
+    "qwen3_5_text, tied": ("qwen3_5_text", True, {"linear_num_key_heads": 4, "linear_value_head_dim": 16}),
+    "qwen3_5_text, stages": ("qwen3_5_text", False, {"num_hidden_layers": 4}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", False, {}),
+    "qwen3_5_moe_text, expert": ("qwen3_5_moe_text", False, {}),
     "qwen3_moe": ("qwen3_moe", False, WINDOW),
 }
 CORE_AND_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
@@ -65,6 +70,11 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen2": {"tensor": 2, "logits_chunk_tokens": 16},
     "qwen2_moe": {"tensor": 2, "sequence": True},
     "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "qwen3_5_text": {"tensor": 2, "sequence": True, "recompute": "selective", "recompute_modules": ("core_attn", "mlp_act")},
+    "qwen3_5_text, tied": {"wrap": "megatron_fsdp", "tensor": 2, "fusions": "all"},
+    "qwen3_5_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "stages": {"virtual_pipeline": 2}, "recompute": "full"},
+    "qwen3_5_moe_text": {"tensor": 2, "sequence": True},
+    "qwen3_5_moe_text, expert": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "qwen3_moe": {"wrap": "megatron_fsdp", "expert": 2},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
@@ -74,6 +84,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
     "glm4_moe": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe, tied": {"router_bias_update_rate": BIAS_RATE},
     "llama, linear": {"lora": {"rank": 4}},
+    "qwen3_5_text, stages": {"lora": {"rank": 4, "targets": ("linear_qkv", "in_proj", "out_proj")}},
 }
 
 
@@ -140,7 +151,7 @@ def test_biases_of_routers_are_float32_beside_bfloat16(tmp_path: Path, wrap: str
 
 
 def test_gemmas_embeddings_and_norms_round_to_bfloat16_as_those_of_transformers() -> None:
-    from engine.model import gemma
+    from engine.model.families import gemma
     from engine.attention.core import RMSNorm
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 

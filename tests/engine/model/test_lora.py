@@ -271,12 +271,15 @@ def test_trained_state_is_that_of_the_adapters(model: str, num_ranks: int) -> No
 def test_fused_rows_are_split_without_loss(groups: int, queries: int, head_size: int, tensor_size: int) -> None:
     from engine.peft.factors import Heads, split_rows
 
-    heads = Heads(groups * queries, groups)
-    for linear, rows in (
-        ("a.linear_qkv", groups * (queries + 2) * head_size),
-        ("a.linear_fc1", 2 * tensor_size * head_size),
-        ("a.linear_fc2", head_size),
+    of_delta = tuple(size * tensor_size for size in (2, 2, 6, 6, 3, 3))
+    for linear, rows, sizes in (
+        ("a.linear_qkv", groups * (queries + 2) * head_size, ()),
+        ("a.linear_qkv", groups * (2 * queries + 2) * head_size, of_delta),
+        ("a.in_proj", sum(of_delta), of_delta),
+        ("a.linear_fc1", 2 * tensor_size * head_size, ()),
+        ("a.linear_fc2", head_size, ()),
     ):
+        heads = Heads(groups * queries, groups, sizes)
         numbers = torch.arange(rows)[:, None].expand(rows, 3).contiguous()
         parts = [part.reshape(-1, 3) for part in split_rows(linear, numbers, heads, tensor_size)]
         assert sorted(torch.cat(parts)[:, 0].tolist()) == list(range(rows))

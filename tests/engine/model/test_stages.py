@@ -47,18 +47,19 @@ def test_the_costliest_chunk_costs_as_little_as_can_be(stages: int, virtual: int
 def test_the_output_layer_counts_as_layers() -> None:
     qwen_3b = SimpleNamespace(
         num_layers=36, hidden_size=2048, num_attention_heads=16, kv_channels=128, num_query_groups=2, ffn_hidden_size=11008,
-        num_moe_experts=None, multi_latent_attention=False,
+        num_moe_experts=None, multi_latent_attention=False, linear_attention_freq=None,
     )  # fmt: skip
     assert output_cost(qwen_3b, 151936) == pytest.approx(151936 * 2048 / (2048 * (2 * 2048 + 512 + 3 * 11008)))
     experts = SimpleNamespace(
         num_attention_heads=32, kv_channels=128, num_query_groups=4, ffn_hidden_size=6144, num_moe_experts=128,
         moe_router_topk=8, moe_ffn_hidden_size=768, moe_shared_expert_intermediate_size=None,
-        multi_latent_attention=False,
+        multi_latent_attention=False, linear_attention_freq=None,
     )  # fmt: skip
     assert output_cost(experts, 151936) == pytest.approx(151936 / (2 * 4096 + 1024 + 128 + 3 * 8 * 768))
     latent = SimpleNamespace(
         num_layers=27, hidden_size=2048, num_attention_heads=16, q_lora_rank=None, kv_lora_rank=512, qk_head_dim=128,
         qk_pos_emb_head_dim=64, v_head_dim=128, ffn_hidden_size=11264, num_moe_experts=None, multi_latent_attention=True,
+        linear_attention_freq=None,
     )  # fmt: skip
     weights = 2048 * (16 * 192 + 576 + 16 * 128 + 3 * 11264) + 512 * 16 * 256
     assert output_cost(latent, 163840) == pytest.approx(163840 * 2048 / weights)

@@ -222,7 +222,7 @@ def test_mbridge_still_computes_with_a_head_size_of_null() -> None:
 
 
 def test_megatron_core_still_scales_as_llama_3_1_alone_and_mbridge_knows_no_mistral() -> None:
-    """engine/attention/rope.py, engine/model/families.py"""
+    """engine/attention/rope.py, engine/model/families/table.py"""
     from mbridge.core.bridge import _MODEL_REGISTRY
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 

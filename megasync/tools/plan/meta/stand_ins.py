@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention import context, core, flash, fused
+from engine.attention import context, core, delta, flash, fused
 from engine.model import lora
 from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
@@ -100,6 +100,16 @@ def _attend_grouped(self: Any, query: torch.Tensor, key: torch.Tensor, value: to
     q, k, v = (x[index.view(count, length)].transpose(1, 2) for x in (query, key, value))
     out = self._dense(q, k, v).transpose(1, 2).flatten(0, 1)[index]
     return torch.cat([out])[index].flatten(1)
+
+
+def _attend_delta(
+    self: Any, packed: Any, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor
+) -> torch.Tensor:
+    """GatedDeltaNet._attend for sequences of one length, as above."""
+    index = torch.arange(len(mixed), device="meta")
+    rows = index.view(len(packed.lengths), -1)
+    out = self.of_sequences(mixed[rows], log_decay[rows], strength[rows], conv1d).flatten(0, 1)[index]
+    return torch.cat([out])[index]
 
 
 def _dot_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any) -> Any:
@@ -191,6 +201,7 @@ def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: 
             del kernels[-1]
         for owner, name, stand_in in (
             *kernels,
+            (delta.GatedDeltaNet, "_attend", _attend_delta),
             (fused, "_mark_dynamic", lambda *_: None),
             (context, "attend", _attend_over_context),
             (flash, "attend_prefixes", _attend),

@@ -98,6 +98,8 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         gpus.check_driver(TWO, "13.0", "gpu", has_device=True),
         gpus.check_driver([], "", "cpu", has_device=False),
         gpus.check_visible(TWO, None, SEPARATE),
+        gpus.check_multicast(is_available=False),
+        gpus.check_multicast(is_available=True),
         gpus.check_gpu_memory(TWO, {}, SEPARATE),
         gpus.check_leftovers(LAUNCHED),
         system.check_open_files(20000, -1),

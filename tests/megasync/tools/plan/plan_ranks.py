@@ -56,6 +56,6 @@ def passes(model: dict[str, Any], keys: dict[str, Any]) -> int:
     tracker, wrapped = RealTracker(), built.wrapped
     tracker.leave_out([*wrapped.parameters(), *wrapped.gradients(), *wrapped.main_weights()])
     with tracker.counting_resizes(), tracker:
-        built._runner.run(mini.microbatches, built.chunks, built._read, partial(built._loss, mini))
+        built._runner.run(mini.microbatches, built.chunks, built._criterion.read, partial(built._loss, mini))
     leave_groups()
     return tracker.peak_bytes

@@ -39,8 +39,8 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def use_layers(layer: Any) -> None:
-    """Put this family's attention and MLP into megatron-core's spec of a transformer layer, which several layers may share."""
+def use_layers(layer: Any, _config: Any, _number: int) -> None:
+    """Put this family's attention and MLP into megatron-core's spec of a transformer layer."""
     parts = layer.submodules
     for part in (parts.self_attention, parts.mlp):
         part.module = WITH_NORM.get(part.module, part.module)

@@ -1,19 +1,20 @@
-"""Differences between model families that mbridge 0.15.1 lacks: whose bridge a family uses, and fields under other names.
+"""Differences between model families that mbridge 0.15.1 lacks: whose bridge a family uses, fields under other names, layers.
 
-Leaves out the layers (build.py) and rotary embeddings (rope.py).
+Leaves out what all families' layers have (build.py) and rotary embeddings (rope.py).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.model import gemma
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA
+from engine.model.families import gemma, qwen3_5
 from engine.runtime import workarounds
-from engine.config import BIASED_ROUTERS, GEMMA
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
 BRIDGE_OF = {"mistral": "llama", GEMMA: "qwen3"}  # families that mbridge does not list: with another's layers and names
 NAMES = {GEMMA: gemma.NAMES}  # or most of them: what to add to its tables
+LAYERS = {GEMMA: gemma.use_layers, **dict.fromkeys(DELTA_FAMILIES, qwen3_5.use_layers)}  # with layers of their own
 
 
 def complete(hf_config: Any) -> None:
@@ -25,7 +26,10 @@ def complete(hf_config: Any) -> None:
         hf_config.norm_topk_prob = True  # transformers 5.19, modeling_mixtral.py:MixtralTopKRouter
     if hf_config.model_type in BIASED_ROUTERS:
         hf_config.num_experts = hf_config.n_routed_experts
-    if hf_config.model_type == "glm4_moe":
+    if hf_config.model_type == "qwen3_5_moe_text":
+        hf_config.intermediate_size = hf_config.moe_intermediate_size  # of dense layers; the model has none
+        hf_config.norm_topk_prob = True  # transformers 5.19, modeling_qwen3_5_moe.py:Qwen3_5MoeTopKRouter
+    if hf_config.model_type in ("glm4_moe", *DELTA_FAMILIES):
         hf_config.partial_rotary_factor = hf_config.rope_parameters["partial_rotary_factor"]
 
 
@@ -47,3 +51,9 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         "moe_router_num_groups": groups,
         "moe_router_group_topk": hf_config.topk_group if groups else None,
     }
+
+
+def use_layers(layer: Any, config: Any, hf_config: Any, number: int) -> None:
+    """Put the family's own modules into megatron-core's spec of a transformer layer. `number`: the model's layer, from 0."""
+    if use := LAYERS.get(hf_config.model_type):
+        use(layer, config, number)
