@@ -1,7 +1,9 @@
 """The canary: after each sync a few prompts are scored by the trainer and by one replica in turn, which have to agree.
 
-It finds what digests of the bytes that were sent cannot: weights that reached the wrong place, or changed there, and layers
-with other outputs. Leaves out the scoring itself (Engine.score, ReplicaPool.score) and the read-back (Publisher).
+The replica then decodes a few tokens, whose log-probs have to equal those of scoring them: a kernel or a graph for
+decoding alone may still read what was there before the sync. The scoring finds what digests of the bytes that were sent cannot:
+weights that reached the wrong place, or changed there, and layers with other outputs. Leaves out the scoring itself
+(Engine.score, ReplicaPool) and the read-back (Publisher).
 
     canary = Canary(sequences, tolerance=0.2, answer_seconds=60.0, note=print)
     canary.score_by_trainer(engine)                 # the weights that are published next
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
+from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from engine.engine import Engine
@@ -29,6 +32,7 @@ from megasync.report.log import RunLog
 from megasync.run.rank_zero import on_rank_zero
 
 LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
+DECODED_TOKENS = 4  # of each sequence
 Scores = list[npt.NDArray[np.float32]]
 
 
@@ -74,7 +78,7 @@ class Canary:
             CanaryError: the gap is above the tolerance, or no number. Names the first layer whose read-back differs.
         """
         begin = time.monotonic()
-        replica, scores = on_rank_zero(lambda: self._score_by_replica(pool))
+        replica, scores, decoding_gap = on_rank_zero(lambda: self._ask_replica(pool))
         seconds = {"sync/canary_seconds": self._seconds + time.monotonic() - begin}
         if scores is None:
             return seconds
@@ -86,18 +90,36 @@ class Canary:
                 f"sync of version {version}: replica {replica} gives other log-probs than the trainer, by {gap:.3g} a token "
                 f"on average, and sync.canary_tolerance = {self.tolerance:g}: {reason}{self.remedy(version)}"
             )
-        return {"sync/canary_gap": gap, **seconds}
+        if not decoding_gap <= self.tolerance:
+            raise CanaryError(
+                f"sync of version {version}: replica {replica} decodes tokens with other log-probs than it scores them with, by "
+                f"{decoding_gap:.3g} a token on average, and sync.canary_tolerance = {self.tolerance:g}: try "
+                f"rollout.enforce_eager=true{self.remedy(version)}"
+            )
+        return {"sync/canary_gap": gap, "sync/canary_decoding_gap": decoding_gap, **seconds}
 
-    def _score_by_replica(self, pool: ReplicaPool | None) -> tuple[int, Scores | None]:
-        """On rank 0."""
+    def _ask_replica(self, pool: ReplicaPool | None) -> tuple[int, Scores | None, float]:
+        """On rank 0: the replica, its scores, and the gap of its decoding."""
         assert pool is not None
         replica = pool.members[self._num_compared % len(pool.members)]
         self._num_compared += 1
         try:
-            return replica, pool.score(replica, self.sequences, self.answer_seconds)
+            scores = pool.score(replica, self.sequences, self.answer_seconds)
+            return replica, scores, self._decoding_gap(pool, replica)
         except RuntimeError as error:
             self.note(f"replica {replica} did not score the canary: {error}")
-            return replica, None
+            return replica, None, 0.0
+
+    def _decoding_gap(self, pool: ReplicaPool, replica: int) -> float:
+        """The replica decodes the end of each sequence again, and scores it."""
+        starts = [tuple(map(int, ids[: max(1, len(ids) - DECODED_TOKENS)])) for ids in self.sequences]
+        lengths = [len(ids) - len(start) for ids, start in zip(self.sequences, starts, strict=True)]
+        requests = [GenerationRequest(start, max_new_tokens=n, seed=0) for start, n in zip(starts, lengths, strict=True)]
+        decoded = [completion for (completion,) in pool.generate_by(replica, requests, self.answer_seconds)]
+        whole = [(*start, *map(int, each.token_ids)) for start, each in zip(starts, decoded, strict=True)]
+        scores = pool.score(replica, whole, self.answer_seconds)
+        scored = [row[len(start) - 1 :] for row, start in zip(scores, starts, strict=True)]
+        return mean_gap([each.log_probs for each in decoded], scored)
 
 
 def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | None:

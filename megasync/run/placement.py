@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.offload import Offload
 from megasync.config.schema import Config
 from megasync.report.timeline import Timeline
-from megasync.run.rank_zero import RankZeroPart
+from megasync.run.rank_zero import RankZero
 
 PARAMETERS = "parameters"
 
@@ -35,7 +35,7 @@ class DeviceSharing:
     device; during a sync also its parameters. While they sleep the trainer has all of its own.
     """
 
-    def __init__(self, config: Config, offload: Offload, pool: RankZeroPart[ReplicaPool], timeline: Timeline) -> None:
+    def __init__(self, config: Config, offload: Offload, pool: RankZero[ReplicaPool], timeline: Timeline) -> None:
         """`offload`: that of `make_room_for_replicas`, before these started."""
         self.is_shared = config.rollout.is_colocated
         self.keeps_weights = config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"  # the base is never sent

@@ -6,7 +6,7 @@ of its tensor- and pipeline-parallel peers, which passes it on to the others. Le
 (engine.batch.plan.needed_samples).
 
     number = on_rank_zero(lambda: ask_ray())                  # collective
-    pool = RankZeroPart(start_replicas)                       # collective
+    pool = RankZero(start_replicas)                       # collective
     hosts = pool.call(lambda pool: pool.reader_hosts())       # collective
     scatter = TokenScatter.from_layout(engine.layout)
     table = scatter(table, engine.needed_samples(table))      # collective
@@ -75,7 +75,7 @@ def of_rank_zero(part: Part | None) -> Part:
     return part
 
 
-class RankZeroPart(Generic[Part]):
+class RankZero(Generic[Part]):
     """A part of a run that rank 0 alone has, such as its replicas. Methods are collective."""
 
     def __init__(self, make: Callable[[], Part]) -> None:

@@ -17,7 +17,7 @@ import torch
 from bridge.config import ReplicaConfig
 from bridge.replicas.pool import ReplicaPool
 from engine.config import DTYPE_BYTES
-from megasync.config.judge_section import JudgeConfig
+from megasync.config.replica_keys import ReplicaKeys
 from megasync.config.schema import Config, RolloutConfig
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.num_ranks import num_replica_gpus, num_teacher_gpus
@@ -78,7 +78,7 @@ class ReplicaStart:
             self._teachers[key] = ReplicaPool.begin_start(teacher_replica_config(self.config, path), self.config.teacher.replicas)
             self._ends.callback(self._teachers[key].close)
         for name, judge in self.config.pooled_judges.items():
-            self._judges[name] = ReplicaPool.begin_start(judge_replica_config(self.config, judge), judge.replicas)
+            self._judges[name] = ReplicaPool.begin_start(judge_replica_config(self.config, name), judge.replicas)
             self._ends.callback(self._judges[name].close)
 
     def finish(self) -> ReplicaPool:
@@ -139,35 +139,35 @@ def teacher_replica_config(config: Config, path: str) -> ReplicaConfig:
         arguments["max_logprobs"] = teacher.top_k
     if cuda:  # vLLM keeps no memory for the logits of a prompt's tokens
         arguments["max_num_batched_tokens"] = PROMPT_TOKENS
-    return ReplicaConfig(
-        model_path=str(Path(path).resolve()),
-        dtype=config.model.dtype,
-        tensor_parallel=teacher.tensor_parallel,
+    return replace(
+        _beside_config(config, "teacher", path, teacher),
         max_model_len=longest,
         max_num_seqs=rollout.max_num_seqs,
-        gpu_memory_utilization=teacher.gpu_memory_utilization,
         enforce_eager=True,  # graphs are for tokens one by one
-        seed=config.run.seed,
-        start_timeout_seconds=rollout.start_timeout_seconds,
-        answer_timeout_seconds=rollout.answer_timeout_seconds,
-        never_syncs=True,
         engine_arguments=arguments | teacher.engine_arguments,
     )
 
 
-def judge_replica_config(config: Config, judge: JudgeConfig) -> ReplicaConfig:
+def judge_replica_config(config: Config, name: str) -> ReplicaConfig:
     """For each replica of a judge's folder."""
+    judge = config.judges[name]
+    return replace(_beside_config(config, f"judges.{name}", judge.path, judge), max_num_seqs=judge.concurrency)
+
+
+def _beside_config(config: Config, key: str, path: str, own: ReplicaKeys) -> ReplicaConfig:
+    """For each replica of a folder that never syncs; `key`: of the config, for errors."""
     return ReplicaConfig(
-        model_path=str(Path(judge.path).resolve()),
+        model_path=str(Path(path).resolve()),
+        key=key,
+        gpus_beside=num_replica_gpus(config) + num_teacher_gpus(config) - own.num_gpus,
         dtype=config.model.dtype,
-        tensor_parallel=judge.tensor_parallel,
-        max_num_seqs=judge.concurrency,
-        gpu_memory_utilization=judge.gpu_memory_utilization,
+        tensor_parallel=own.tensor_parallel,
+        gpu_memory_utilization=own.gpu_memory_utilization,
         seed=config.run.seed,
         start_timeout_seconds=config.rollout.start_timeout_seconds,
         answer_timeout_seconds=config.rollout.answer_timeout_seconds,
         never_syncs=True,
-        engine_arguments=judge.engine_arguments,
+        engine_arguments=own.engine_arguments,
     )
 
 
@@ -178,6 +178,7 @@ def replica_config(config: Config) -> ReplicaConfig:
     return ReplicaConfig(
         **{name: getattr(rollout, name) for name in names},
         model_path=str(Path(config.model.path).resolve()),
+        gpus_beside=num_teacher_gpus(config),
         dtype=config.model.dtype,
         head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
         is_deterministic=config.run.deterministic,

@@ -23,10 +23,10 @@ from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.placement import DeviceSharing, make_room_for_replicas
-from megasync.run.rank_zero import RankZeroError, RankZeroPart, TokenScatter, control_group, of_rank_zero
+from megasync.run.rank_zero import RankZero, RankZeroError, TokenScatter, control_group, of_rank_zero
 from megasync.run.replica_start import ReplicaStart
 from megasync.run.scaling import Scaling
-from megasync.run.session import Ends, Session
+from megasync.run.session import ExitCallbacks, Session
 from megasync.run.sync import WeightSync
 from megasync.run.versions import VersionLog
 from megasync.run.weights import build_adapter_source, build_publisher
@@ -36,14 +36,14 @@ class RolloutSession(Session):
     """Rank 0 has the replicas and the rollouts."""
 
     def __init__(
-        self, config: Config, data: RunData | None, replica_start: ReplicaStart | None, heartbeat: Heartbeat, ends: Ends
+        self, config: Config, data: RunData | None, replica_start: ReplicaStart | None, heartbeat: Heartbeat, ends: ExitCallbacks
     ) -> None:
         """`data`, `replica_start`: rank 0's; the replicas have begun to start."""
         super().__init__(config, data, heartbeat, ends)
         self.scatter = TokenScatter.from_layout(self.layout)
         offload = make_room_for_replicas(config, self.engine, self.log.timeline)
         self.heartbeat.phase, begin_seconds = "start of the replicas", self.timer.elapsed
-        self.pool = RankZeroPart(lambda: of_rank_zero(replica_start).finish())
+        self.pool = RankZero(lambda: of_rank_zero(replica_start).finish())
         self.log.note(f"vLLM is ready after {self.timer.elapsed - begin_seconds:.0f} s more")
         self.devices = DeviceSharing(config, offload, self.pool, self.log.timeline)
         exporter, uses_adapter = self._choose_exporter(), config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"
@@ -51,21 +51,13 @@ class RolloutSession(Session):
         publisher = build_publisher(source, self.pool.here, config)
         ends.callback(publisher.close)
         first = self.first_progress, self.first_step
-        teachers = RankZeroPart(lambda: of_rank_zero(replica_start).finish_teachers(self.log.note)).here
-        judges = RankZeroPart(lambda: of_rank_zero(replica_start).finish_judges(self.log.note)).here or {}
-        served = teachers, judges
-        self.rollouts = RankZeroPart(
-            lambda: Rollouts(config, of_rank_zero(self.pool.here), of_rank_zero(data), self.log, *first, *served)
+        teachers = RankZero(lambda: of_rank_zero(replica_start).finish_teachers(self.log.note)).here
+        judges = RankZero(lambda: of_rank_zero(replica_start).finish_judges(self.log.note)).here or {}
+        self.rollouts = RankZero(
+            lambda: Rollouts(config, of_rank_zero(self.pool.here), of_rank_zero(data), self.log, *first, teachers, judges)
         )
         if self.rollouts.here is not None:
             ends.callback(self.rollouts.here.close)
-        scaling: RankZeroPart[Scaling] | None = None
-        if not config.rollout.is_colocated:
-            scaling = RankZeroPart(
-                lambda: Scaling(
-                    config, of_rank_zero(self.pool.here), of_rank_zero(self.rollouts.here).release_idle, self.log.note
-                )
-            )
         self.sync = WeightSync(
             config,
             self.engine,
@@ -76,8 +68,12 @@ class RolloutSession(Session):
             self.devices,
             canary=build_canary(config, data, self.log),
             version_log=VersionLog(config, exporter) if config.sync.log != "off" else None,
-            scaling=scaling,
+            scaling=None if config.rollout.is_colocated else RankZero(self._scaling),
         )
+
+    def _scaling(self) -> Scaling:
+        rollouts = of_rank_zero(self.rollouts.here)
+        return Scaling(self.config, of_rank_zero(self.pool.here), rollouts.release_idle, self.log.note)
 
     def _choose_exporter(self) -> Exporter:
         """With lanes between hosts every rank sends."""

@@ -35,7 +35,7 @@ from megasync.run.teacher import teacher_choice
 from megasync.run.weights import Weights
 
 
-class Ends(contextlib.ExitStack):
+class ExitCallbacks(contextlib.ExitStack):
     """How a run's parts end: the last built first, all of them, whatever one raises. Not collective."""
 
     is_done = False  # all went well
@@ -47,7 +47,7 @@ class Ends(contextlib.ExitStack):
 class Session(ABC):
     """The parts of every run."""
 
-    def __init__(self, config: Config, data: RunData | None, heartbeat: Heartbeat, ends: Ends) -> None:
+    def __init__(self, config: Config, data: RunData | None, heartbeat: Heartbeat, ends: ExitCallbacks) -> None:
         """`data`: rank 0's; supervised runs have it on all ranks. Each part adds its end to `ends`."""
         self.config, self.heartbeat = config, heartbeat
         self.timer = StepTimer(psutil.Process().create_time())
@@ -75,7 +75,9 @@ class Session(ABC):
         ends.callback(self.checkpoints.give_up)
         if former:
             self.log.note(f"the results of a former run in {config.run.folder} are now in {former}")
-        of_data = [*data.notes, *order_notes(self.first_progress, data.order(config))] if data is not None else []
+        of_data = list[str]()
+        if data is not None:
+            of_data = [*data.notes, *order_notes(self.first_progress, data.order(config), config.data.sampler)]
         for note in (*resumed, *unused_keys(config), *of_data):
             self.log.note(note)
         of_step = (config, self.engine, self.log, self.timer)

@@ -25,7 +25,7 @@ from megasync.rollouts.evaluation import error_metric
 from megasync.rollouts.progress import Progress
 from megasync.rollouts.requests import pieces
 from megasync.run.heartbeat import Heartbeat
-from megasync.run.session import Ends, Session
+from megasync.run.session import ExitCallbacks, Session
 
 MAX_EXPONENT = 700.0  # of a float64
 
@@ -33,7 +33,7 @@ MAX_EXPONENT = 700.0  # of a float64
 class SupervisedSession(Session):
     """Every rank has the data."""
 
-    def __init__(self, config: Config, data: RunData, heartbeat: Heartbeat, ends: Ends) -> None:
+    def __init__(self, config: Config, data: RunData, heartbeat: Heartbeat, ends: ExitCallbacks) -> None:
         super().__init__(config, data, heartbeat, ends)
         self.data, self.order = data, data.order(config)
 
@@ -64,11 +64,16 @@ def held_out_metrics(engine: Engine, samples: Sequence[Sample]) -> dict[str, flo
     Collective. `samples`: those of one example share their `group`.
     """
     found = engine.held_out(samples)
-    loss = -sum(each.log_prob for each in found) / max(1, sum(each.num_tokens for each in found))
+    num_tokens = max(1, sum(each.num_tokens for each in found))
+    loss = -sum(each.log_prob for each in found) / num_tokens
     missed = {sample.group for sample, each in zip(samples, found, strict=True) if not each.is_match}
-    matches = [float(group not in missed) for group in {sample.group for sample in samples}]
+    groups = {sample.group for sample in samples}
+    matches = [float(group not in missed) for group in groups]
+    residuals = dict.fromkeys(groups, 0.0)  # of a ratio of sums over examples (Cochran, Sampling Techniques, chapter 6)
+    for sample, each in zip(samples, found, strict=True):
+        residuals[sample.group] -= (each.log_prob + loss * each.num_tokens) * len(groups) / num_tokens
     own = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, MAX_EXPONENT)), "eval/accuracy": sum(matches) / len(matches)}
-    return own | error_metric("eval/accuracy_error", matches)
+    return own | error_metric("eval/accuracy_error", matches) | error_metric("eval/loss_error", list(residuals.values()))
 
 
 def sample_lines(prompts: Prompts, examples: Sequence[Example]) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from megasync.config.schema import Config
 from megasync.report.log import RunLog
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
-from megasync.run.rank_zero import RankZeroPart
+from megasync.run.rank_zero import RankZero
 from megasync.run.scaling import Scaling
 from megasync.run.versions import VersionLog
 
@@ -34,11 +34,11 @@ class WeightSync:
     log: RunLog
     exporter: Exporter
     publisher: Publisher
-    pool: RankZeroPart[ReplicaPool]
+    pool: RankZero[ReplicaPool]
     devices: DeviceSharing
     canary: Canary | None  # sync.canary_tolerance
     version_log: VersionLog | None  # sync.log
-    scaling: RankZeroPart[Scaling] | None  # not on devices that the trainer shares
+    scaling: RankZero[Scaling] | None  # not on devices that the trainer shares
     metrics: list[dict[str, float]] = field(default_factory=list)  # of all syncs so far
     has_noted_merge_error: bool = False
 

@@ -38,14 +38,20 @@ def test_the_gap_is_over_tokens_and_is_no_number_where_a_score_is_none() -> None
     assert math.isnan(mean_gap(own, [others[0], np.array([np.nan], np.float32)]))
 
 
-def compare(scores: list[float]) -> dict[str, float] | str:
-    """Metrics of a replica that gives these log-probs where the trainer's are -1 and -2, or why it stops the run."""
+def compare(scores: list[float], decoded: float = -1.0) -> dict[str, float] | str:
+    """Metrics of a replica that gives these log-probs where the trainer's are -1 and -2, or why it stops the run.
+
+    `decoded`: the log-prob of each token that it decodes.
+    """
     from engine.config import ParallelConfig
     from engine.runtime import parallel
 
     parallel.initialize(ParallelConfig(), seed=0)
     trainer = SimpleNamespace(score=lambda samples: [torch.tensor([-1.0, -2.0])])
-    replica = SimpleNamespace(members=[3], score=lambda *_: [np.array(scores, np.float32)])
+    completion = SimpleNamespace(token_ids=[7, 8], log_probs=np.array([decoded, -2.0], np.float32))
+    replica = SimpleNamespace(
+        members=[3], score=lambda *_: [np.array(scores, np.float32)], generate_by=lambda *_: [[completion]]
+    )
     canary = Canary([(1, 2, 3)], 0.2, 60.0, print)
     canary.score_by_trainer(trainer)
     try:
@@ -58,7 +64,9 @@ def compare(scores: list[float]) -> dict[str, float] | str:
 
 def test_a_gap_above_the_tolerance_or_of_no_number_stops_the_run() -> None:
     (near,) = run_ranks(1, "tests.megasync.run.test_canary:compare", {"scores": [-1.0, -2.25]})
-    assert near["sync/canary_gap"] == 0.125
+    assert near["sync/canary_gap"] == 0.125 and near["sync/canary_decoding_gap"] == 0.125
+    (why,) = run_ranks(1, "tests.megasync.run.test_canary:compare", {"scores": [-1.0, -2.0], "decoded": -1.5})
+    assert "version 7: replica 3 decodes" in why
     for wrong in ([-1.0, -2.5], [-1.0, math.nan]):
         (why,) = run_ranks(1, "tests.megasync.run.test_canary:compare", {"scores": wrong})
         assert "version 7: replica 3" in why

@@ -25,7 +25,7 @@ from bridge.versions.writer import VersionWriter
 from megasync.config.errors import ConfigError
 from megasync.config.files import VERSIONS, lock
 from megasync.launch.processes import run_and_leave
-from megasync.run.session import Ends
+from megasync.run.session import ExitCallbacks
 from megasync.tools.quickstart.command import MARKER, afresh
 from megasync.train import close
 from megasync.train import main as train_by_hand
@@ -220,7 +220,7 @@ def test_a_full_disk_does_not_bury_why_a_run_failed(number: int, is_done: bool, 
     def full() -> None:
         raise OSError(number, os.strerror(number), "report.html")
 
-    ends = Ends()
+    ends = ExitCallbacks()
     ends.is_done = is_done
     ends.callback(full)
     with pytest.raises(OSError, match=r"report\.html") if is_told else nullcontext():

@@ -17,7 +17,7 @@ def wait_for_rank_zero() -> tuple[str, str]:
     """What rank 0 returned after twice the time that the default group's collectives have; what it raised then."""
     from engine.runtime import parallel
     from engine.config import ParallelConfig
-    from megasync.run.rank_zero import RankZeroError, RankZeroPart, on_rank_zero
+    from megasync.run.rank_zero import RankZeroError, RankZero, on_rank_zero
 
     rank = parallel.initialize(ParallelConfig(), seed=0, timeout_seconds=TIMEOUT_SECONDS).rank
 
@@ -29,10 +29,10 @@ def wait_for_rank_zero() -> tuple[str, str]:
         raise ValueError("broken on purpose")
 
     done = on_rank_zero(work)
-    numbers = RankZeroPart(lambda: [rank])
+    numbers = RankZero(lambda: [rank])
     assert (numbers.here is None) == (rank > 0) and numbers.call(sum) == 0
     try:
-        RankZeroPart(fail)
+        RankZero(fail)
     except RankZeroError as error:
         return done, str(error)
     return done, ""

@@ -26,7 +26,7 @@ def publish(changes: list[bool], num_losses: int = 0) -> dict[str, Any]:
     from megasync.config.schema import Config
     from megasync.report.log import RunLog
     from megasync.run.placement import DeviceSharing
-    from megasync.run.rank_zero import RankZeroPart
+    from megasync.run.rank_zero import RankZero
     from megasync.run.sync import WeightSync
     from tests.support.pools import ReadingPool
     from tests.support.sources import DictSource
@@ -54,7 +54,7 @@ def publish(changes: list[bool], num_losses: int = 0) -> dict[str, Any]:
     parallel.initialize(ParallelConfig(), seed=0)
     config, pool = Config(), ChangingPool()
     log = RunLog(config, first_step=0, write=False)
-    here: Any = RankZeroPart(lambda: pool)
+    here: Any = RankZero(lambda: pool)
     publisher = Publisher(DictSource({"t": torch.ones(8)}), pool, SyncConfig(transport="shm"))
     sharing = DeviceSharing(config, None, here, log.timeline)
     sync = WeightSync(config, None, log, None, publisher, here, sharing, None, None, None)
