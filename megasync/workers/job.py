@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ class Job:
         self.number, self.limit_seconds = 0, 0.0  # the pool's
         self._payload, self.is_deadly = payload, is_deadly
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.left_seconds, self.since, self.timer = 0.0, 0.0, None  # type: float, float, asyncio.TimerHandle | None
+        self.left_seconds, self.since = 0.0, math.inf  # since when the clock runs; infinite: it stands still
         self.is_late = False
         self.num_lost = 0  # workers that it was alone in, lost with their actors
         self.requests: dict[int, asyncio.Task[None]] = {}  # that have no reply yet
@@ -55,10 +56,14 @@ class Job:
         """Time on the clock, which stands still while a request has no reply."""
         return self.limit_seconds - self.left_seconds
 
+    @property
+    def due(self) -> float:
+        """When it will be late, by time.monotonic()."""
+        return self.since + self.left_seconds
+
     def stop_clock(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer, self.left_seconds = None, self.left_seconds - (time.monotonic() - self.since)
+        if self.since < math.inf:
+            self.left_seconds, self.since = self.due - time.monotonic(), math.inf
 
     def reset(self) -> None:
         self.stop_clock()
@@ -73,7 +78,7 @@ class WorkerState:
     """A worker and its jobs."""
 
     worker: Any  # Worker | RemoteWorker
-    timer: asyncio.TimerHandle | None = None  # of the start
+    timer: asyncio.TimerHandle | None = None  # of the start, then of the job that is due first
     is_ready: bool = False
     ended_by_us: str = ""  # why
     late: Job | None = None  # the job that it is ended for
@@ -89,6 +94,7 @@ class WorkerState:
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+            self.timer = None
 
     def end(self, why: str) -> None:
         """Kill the worker; `why`: a predicate for messages."""

@@ -6,6 +6,7 @@ Leaves out which jobs fail when a worker ends (pool.py).
 
 from __future__ import annotations
 
+import math
 import time
 
 from megasync.workers.job import Job, WorkerState
@@ -25,14 +26,29 @@ class TimeLimit:
         return f"took longer than {self.key} = {self.seconds:g}"
 
     def start_clock(self, state: WorkerState, job: Job) -> None:
+        """A worker has one timer, for its job that is due first. It stays if that job ends, and then finds none that is late."""
         job.stop_clock()
         job.since = time.monotonic()
-        job.timer = state.worker.loop.call_later(max(0.0, job.left_seconds), self._on_limit, state, job)
+        if state.timer is None or job.due < state.timer.when():
+            state.stop_timer()
+            state.timer = state.worker.loop.call_at(job.due, self._look, state)
+
+    def _look(self, state: WorkerState) -> None:
+        """End the jobs that are late, and look again when the next one is due."""
+        state.timer = None
+        if self.is_serial:
+            _find_running(state)
+        for job in [one for one in state.jobs.values() if one.due <= time.monotonic()]:
+            self._on_limit(state, job)
+        running = [one for one in state.jobs.values() if one.since < math.inf]
+        if running and state.timer is None and not state.ended_by_us:
+            state.timer = state.worker.loop.call_at(min(one.due for one in running), self._look, state)
 
     def _on_limit(self, state: WorkerState, job: Job) -> None:
         """End the job, unless another one has blocked its worker meanwhile."""
+        since = job.since
         job.stop_clock()
-        held, holder = _blocked(state, since=job.since)
+        held, holder = _blocked(state, since=since)
         if not self.is_serial and held > HELD_SECONDS and holder != job.number:
             job.left_seconds = held
             self.start_clock(state, job)
@@ -48,11 +64,20 @@ class TimeLimit:
 
     def give_back(self, state: WorkerState, held: HeldUp) -> None:
         """The time in which a job has blocked the worker does not count for the others."""
-        for other in [one for one in state.jobs.values() if one.timer is not None and one.number != held.job]:
+        for other in [one for one in state.jobs.values() if one.since < math.inf and one.number != held.job]:
             seconds = min(held.seconds, time.monotonic() - other.since)
             other.stop_clock()
             other.left_seconds += seconds
             self.start_clock(state, other)
+
+
+def _find_running(state: WorkerState) -> None:
+    """Only the serial job that runs has a clock. Those before it have ended, and their ends have not been sent yet."""
+    begin, number = state.worker.running_job()
+    if (running := state.jobs.get(number)) is not None:
+        for job in state.jobs.values():
+            job.since = math.inf
+        running.since, running.left_seconds = begin, running.limit_seconds
 
 
 def cancel(state: WorkerState, job: Job) -> None:

@@ -2,9 +2,9 @@
 
 Serial workers run one job after another; a few short ones are sent ahead. Concurrent workers run hundreds side by side.
 
-When a worker dies, its jobs are suspects: the first of a serial one, all of a concurrent one. They run again in other workers, in
-smaller sets, and one fails when it was alone in a new worker (suspects.py). Used in one event loop, but for `close`. Leaves out
-limits on time (limits.py), and what a failure means for a run (rewards/, episodes/).
+When a worker dies, its jobs are suspects: of a serial one the job that ran, of a concurrent one all. They run again in other
+workers, in smaller sets, and one fails when it was alone in a new worker (suspects.py). Used in one event loop, but for `close`.
+Leaves out limits on time (limits.py), and what a failure means for a run (rewards/, episodes/).
 
     pool = WorkerPool(PoolSettings(...))
     outcome = await pool.submit(Job(payload))

@@ -54,7 +54,8 @@ class Worker:
     def __init__(self, owner: Owner) -> None:
         self.owner, self.loop = owner, asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
-        self._unsent = bytearray()
+        self._unsent = list[tuple[Any, ...]]()
+        self._packed = bytearray()
         with contextlib.ExitStack() as unused:
             self._socket, theirs = map(unused.enter_context, socket.socketpair())
             self._notes = unused.enter_context(os.fdopen(os.memfd_create("megasync-worker-notes"), "rb", buffering=0))
@@ -90,18 +91,24 @@ class Worker:
         self._pid_file.close()
 
     def send(self, message: tuple[Any, ...]) -> None:
-        self.send_packed(pack(message))
-
-    def send_packed(self, data: bytes) -> None:
-        """One packed message or several. Those of one event-loop iteration are written together."""
+        """Messages of one event-loop iteration are pickled and written together."""
         if not self._unsent:
             self.loop.call_soon(self._flush)
-        self._unsent += data
+        self._unsent.append(message)
+
+    def send_packed(self, data: bytes) -> None:
+        """Messages that were packed on another node. A worker gets these, or those of `send`, not both."""
+        self._packed += data
+        self._flush()
 
     def _flush(self) -> None:
-        if self._writer is not None:  # the connection is open
-            self._writer.write(bytes(self._unsent))
+        if self._writer is None:  # the connection is not open yet
+            return
+        if self._unsent:
+            self._packed += pack(self._unsent)
             self._unsent.clear()
+        self._writer.write(bytes(self._packed))
+        self._packed.clear()
 
     def running_job(self) -> tuple[float, int]:
         """time.monotonic() of the begin of the step that runs, and the number of its job; 0: no job's, or none yet."""

@@ -43,6 +43,7 @@ from megasync.workers.protocol import (
 
 OOM_SCORE = "500"  # of 1000: when memory runs out, the kernel ends this process before the trainer
 LONG_STEP_SECONDS = 0.1  # a longer step is reported as HeldUp
+MAX_UNSENT_SECONDS = 0.02  # the end of a serial job waits at most that long for those of the jobs after it, unless one is longer
 TICK_SECONDS = 0.25  # at most between two notes, while nothing blocks the loop
 
 
@@ -60,10 +61,13 @@ def main(setup: Setup) -> None:
     connection = socket.socket(fileno=setup.socket)
     with contextlib.suppress(ConnectionError):  # the trainer has hung up
         file = connection.makefile("rb")
-        start = read(file)
-        if start is not None and start.is_serial:
-            run_serial(connection, start, iter(partial(read, file), None))
-        elif start is not None:
+        first = read(file)
+        if first is None:
+            return
+        (start,) = first
+        if start.is_serial:
+            run_serial(connection, setup.notes, start, iter(partial(read, file), None))
+        else:
             asyncio.run(Concurrent(connection, setup.notes).run(start))
 
 
@@ -76,17 +80,29 @@ def load(start: Start) -> tuple[Any, Ready]:
         return None, Ready(text_of(error))
 
 
-def run_serial(connection: socket.socket, start: Start, messages: Iterator[Begin]) -> None:
-    """Jobs in the order of their Begin; no other message follows."""
+def run_serial(connection: socket.socket, notes: int, start: Start, received: Iterator[list[Begin]]) -> None:
+    """Jobs in the order of their Begin; no other message follows. The ends of short ones are sent together."""
     function, ready = load(start)
-    connection.sendall(pack(ready))
-    for begin in messages if not ready.problem else ():
-        started = time.monotonic()
-        try:
-            value, failure = function(begin.payload), None
-        except BaseException as error:  # noqa: BLE001 # the user's; the trainer reports it
-            value, failure = None, failure_of(error)
-        connection.sendall(pack(Ended(begin.job, value, failure, time.monotonic() - started)))
+    connection.sendall(pack([ready]))
+    for begins in received if not ready.problem else ():
+        ended, last_sent = list[Ended](), time.monotonic()
+        for begin in begins:
+            started = time.monotonic()
+            note(notes, started, begin.job)
+            try:
+                value, failure = function(begin.payload), None
+            except BaseException as error:  # noqa: BLE001 # the user's; the trainer reports it
+                value, failure = None, failure_of(error)
+            now = time.monotonic()
+            ended.append(Ended(begin.job, value, failure, now - started))
+            if begin is begins[-1] or now - last_sent > MAX_UNSENT_SECONDS:
+                connection.sendall(pack(ended))
+                ended, last_sent = [], now
+
+
+def note(notes: int, begin: float, number: int) -> None:
+    """A step of this job has begun; 0: none runs."""
+    os.pwrite(notes, RUNNING.pack(begin, number), 0)
 
 
 class Caller:
@@ -134,7 +150,8 @@ class Concurrent:
                 self._on_message(message)
 
     def send(self, message: tuple[Any, ...]) -> None:
-        self.writer.write(pack(message))
+        """At once: the next step may end the process. A message that cannot be pickled is an error of its sender."""
+        self.writer.write(pack([message]))
 
     def _on_message(self, message: Begin | Cancel | Reply) -> None:
         if isinstance(message, Begin):
@@ -165,20 +182,17 @@ class Concurrent:
     @contextlib.contextmanager
     def _step(self, number: int) -> Iterator[None]:
         begin = time.monotonic()
-        self._note(number)
+        note(self.notes, begin, number)
         try:
             with self.children.of(number) if self.children is not None else contextlib.nullcontext():
                 yield
         finally:
-            self._note(0)
-            if (seconds := time.monotonic() - begin) > LONG_STEP_SECONDS:
-                self.send(HeldUp(number, seconds))
-
-    def _note(self, number: int) -> None:
-        os.pwrite(self.notes, RUNNING.pack(time.monotonic(), number), 0)
+            note(self.notes, now := time.monotonic(), 0)
+            if now - begin > LONG_STEP_SECONDS:
+                self.send(HeldUp(number, now - begin))
 
     def _tick(self) -> None:
-        self._note(0)
+        note(self.notes, time.monotonic(), 0)
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
 

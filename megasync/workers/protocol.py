@@ -1,6 +1,6 @@
-"""Messages between the trainer and a worker: pickled named tuples, each after its length in 8 bytes.
+"""Messages between the trainer and a worker: pickled lists of named tuples, each list after its length in 8 bytes.
 
-    writer.write(pack(Begin(7, payload)))
+    writer.write(pack([Begin(7, payload)]))
     async for message in receive(reader): ...
 
 The trainer sends Start, then Begin, Cancel and Reply; the worker sends Ready, then Request, Withdraw, Post, HeldUp and Ended.
@@ -13,14 +13,15 @@ import asyncio
 import contextlib
 import pickle
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from megasync.workers.failure import Failure
 
 LENGTH = struct.Struct("!Q")
 READ_BYTES = 2**16
-RUNNING = struct.Struct("dq")  # time.monotonic() of the begin of the current step, and the number of its job; 0: no job
+# time.monotonic() of the begin of the current step, and the number of its job; 0: no job. A serial job is one step.
+RUNNING = struct.Struct("dq")
 
 
 class Setup(NamedTuple):
@@ -104,13 +105,13 @@ class Ended(NamedTuple):
     seconds: float = 0.0
 
 
-def pack(message: tuple[Any, ...]) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+def pack(messages: Sequence[tuple[Any, ...]]) -> bytes:
+    body = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
 def read(file: BinaryIO) -> Any:
-    """The next message; None: the other side has hung up."""
+    """The next list of messages; None: the other side has hung up."""
     header = file.read(LENGTH.size)
     return pickle.loads(file.read(*LENGTH.unpack(header))) if header else None  # noqa: S301 # from a process of ours
 
@@ -122,10 +123,12 @@ async def receive(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
         while data := await reader.read(READ_BYTES):
             unread += data
             while len(unread) >= (end := _end(unread)):
-                yield pickle.loads(memoryview(unread)[LENGTH.size : end])  # noqa: S301 # from a process of ours
+                messages = pickle.loads(memoryview(unread)[LENGTH.size : end])  # noqa: S301 # from a process of ours
                 del unread[:end]
+                for message in messages:
+                    yield message
 
 
 def _end(unread: bytearray) -> int:
-    """Of the first message, or of its length where that is not there yet."""
+    """Of the first list, or of its length where that is not there yet."""
     return LENGTH.size + (LENGTH.unpack_from(unread)[0] if len(unread) >= LENGTH.size else 0)

@@ -97,7 +97,8 @@ class RemoteWorker:
     def __init__(self, owner: Owner, node: str, limit_seconds: float) -> None:
         """An actor that does not answer for `limit_seconds` is lost."""
         self.owner, self.node, self.loop, self.is_lost = owner, node, asyncio.get_running_loop(), False
-        self._limit_seconds, self._to_send, self._running = limit_seconds, bytearray(), (0.0, 0)
+        self._limit_seconds, self._running = limit_seconds, (0.0, 0)
+        self._to_send = list[tuple[Any, ...]]()
         self._is_started = self._is_sending = self._is_over = False
         self._ray = ray = _ray()
         on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -130,7 +131,7 @@ class RemoteWorker:
 
     def send(self, message: tuple[Any, ...]) -> None:
         """One call at a time, so that no message overtakes another; later messages go together in the next one."""
-        self._to_send += pack(message)
+        self._to_send.append(message)
         self._send_soon()
 
     def _send_soon(self) -> None:
@@ -141,7 +142,7 @@ class RemoteWorker:
     async def _send(self) -> None:
         try:
             while self._to_send and not self._is_over:
-                data, self._to_send = bytes(self._to_send), bytearray()
+                data, self._to_send = pack(self._to_send), []
                 await self._actor.send.remote(data)
         except self._ray.exceptions.RayError as error:
             self._lose_by(error)

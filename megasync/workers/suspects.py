@@ -30,12 +30,12 @@ def sort_out(
 ) -> tuple[list[list[T]], list[T]]:
     """Sets of suspects among the jobs of a worker that died, oldest first, and the jobs that are innocent.
 
-    `is_solved`: the guilty one is known, and not among them. Of a serial worker only the first is a suspect, since it ran. It is
+    `is_solved`: the guilty one is known, and not among them. Of a serial worker only the one that ran is a suspect. It is
     not guilty yet: a thread of an earlier one may have ended the worker. Jobs that were suspects before stay together.
     """
     if is_serial:
-        num = 0 if is_solved else 1
-        return [[job] for job in jobs[:num]], list(jobs[num:])
+        ran = [] if is_solved else [job for job in jobs if job in likely] or jobs[:1]
+        return [[job] for job in ran], [job for job in jobs if job not in ran]
     if not is_solved:
         return divide(jobs, likely), []
     return ([list(jobs)], []) if were_suspects and jobs else ([], list(jobs))
