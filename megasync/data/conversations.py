@@ -118,6 +118,16 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": inner} if "function" in call else dict(inner)
 
 
+def _has_arguments(call: Mapping[str, Any]) -> bool:
+    given = call.get("function", call).get("arguments")
+    if isinstance(given, str) and given:
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(given, Mapping) or not given
+
+
 def _wrong_message(message: Any, number: int) -> str:
     if not isinstance(message, Mapping):
         return f"is a {type(message).__name__}, not an object with role and content"
@@ -129,7 +139,9 @@ def _wrong_message(message: Any, number: int) -> str:
         return f"has the role {message['role']!r}, not one of {', '.join(ROLES)}"
     if message["role"] == "system" and number > 1:
         return "is a system prompt that is not the first message"
-    if calls and not (isinstance(calls, list) and all(_is_tool(call) for call in calls)):
-        return "has tool_calls that are not a list of objects with function, name and arguments"
+    are_calls = not calls or (isinstance(calls, list) and all(_is_tool(call) for call in calls))
+    if not are_calls or not all(_has_arguments(call) for call in calls or ()):
+        form = "a list of objects with function, name and arguments" if not are_calls else "with arguments as a JSON object"
+        return f"has tool_calls that are not {form}"
     more = [name for name, value in message.items() if name not in FIELDS and value is not None]
     return f"has {more[0]!r}, and {', '.join(FIELDS)} are expected" if more else ""

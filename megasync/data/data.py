@@ -54,6 +54,7 @@ class Example:
     tools: tuple[dict[str, Any], ...] = field(default=(), hash=False)  # for the chat template, in OpenAI's form
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)  # variables of this row for the chat template
     source: str = ""  # the name of its source in data.train, where there are several
+    rewards: tuple[str, ...] = ()  # names of rollout.reward that score it; empty: all
     in_shard: str = field(default="", compare=False)  # line or row and file, if the split has several files
 
     @property
@@ -154,6 +155,9 @@ def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bo
     if is_supervised and isinstance(answer, list):
         completion = as_messages(f"{place}: {keys.answer!r}", answer, may_answer=True, is_completion=True)
         messages = messages or ({"role": "user", "content": _text(place, keys.prompt, prompt)},)
+    if is_supervised and messages and not completion and answer == "":
+        message = f"{where} ends with the {messages[-1]['role']}'s turn, and there is no answer to train on"
+        raise ConfigError(message, remedy="end it with the assistant's turn, or name the answers' column in data.answer_key")
     text = messages[-1].get("content") or "" if messages else _text(place, keys.prompt, prompt)
     if not text.strip():
         raise ConfigError(f"{place}: the prompt {keys.prompt!r} is empty", remedy="take the line out")

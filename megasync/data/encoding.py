@@ -52,8 +52,8 @@ class Encoder:
         """Token ids of each answer, which follow its prompt's.
 
         Prompt and answer are encoded together if the ids of both begin with the prompt's. The answer is encoded alone, by
-        `continuing`, if they do not, if the prompt ends with an added token, or if the answer contains added tokens and the
-        tokenizer would put a space behind each.
+        `continuing`, if they do not, if the prompt ends with an added token, or if the tokenizer would put spaces into it, as
+        behind each added token.
         """
         alone = self._encode(examples, answers, special=False, backend=self.continuing)
         wholes = self.prompts(examples, [text + answer for text, answer in zip(texts, answers, strict=True)])
@@ -62,7 +62,10 @@ class Encoder:
 
         def follows(prompt: Sequence[int], whole: Sequence[int], ids: Sequence[int]) -> bool:
             is_plain = added.isdisjoint([*prompt[-1:], *(ids if puts_spaces else [])])
-            return bool(prompt) and is_plain and whole[: len(prompt)] == list(prompt)
+            if not (prompt and is_plain and whole[: len(prompt)] == list(prompt)):
+                return False
+            decode = self.backend.decode
+            return not puts_spaces or decode(whole[len(prompt) :]).lstrip() == decode(list(ids)).lstrip()
 
         made = zip(prompts, wholes, alone, strict=True)
         return [whole[len(prompt) :] if follows(prompt, whole, ids) else ids for prompt, whole, ids in made]

@@ -31,7 +31,7 @@ TRAINING = {"train", "training"}
 HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation"}
 UNNAMED = {"", "part", "data", "shard", "chunk", "file"}  # names of shards without the name of a split
 CODEC = re.compile(r"\.(snappy|gz|gzip|zstd|zst|lz4|brotli)$")
-OF_TOTAL = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]+)?$")  # train-00000-of-00002
+OF_TOTAL = re.compile(r"[-_](\d+)[-_]of[-_](\d+)([-_][0-9a-f]+)?$")  # train-00000-of-00002
 NUMBERED = re.compile(r"(?P<prefix>\D*?)[-_. ]?(?P<number>\d+)(?P<more>_\d+)?(?P<writer>[-.].+?)?(?:[-.]c(?P<file>\d+))?$")
 MAX_DEPTH = 4  # levels of subfolders that are searched for data to suggest, as in a hub's cache
 
@@ -187,7 +187,8 @@ def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> st
         return splits[0]
     near = nearest_name(split, splits) if split else ""
     problem = f"has no split {split!r}" if split else "holds several splits"
-    chosen = near or _likeliest(splits, split_key)
+    words, is_training = _words(split), split_key == TRAIN_KEY
+    chosen = near or _likeliest(splits, is_training=bool(words & TRAINING) or (is_training and not words & HELD_OUT))
     remedy = f"write {_setting(path, split_key, chosen or 'NAME')}"
     first = chosen or next(iter(splits), "")
     if not near and first and (first[-1].isdigit() or len(set(map(_unlettered, splits))) == 1 < len(splits)):
@@ -197,10 +198,10 @@ def _choose(path: Path, splits: Sequence[str], split: str, split_key: str) -> st
     raise ConfigError(f"{path}: {problem}", splits=some(splits, 12) or "none", nearest=near, remedy=remedy)
 
 
-def _likeliest(splits: Sequence[str], split_key: str) -> str:
-    """The split to suggest: a training split for data.split, a held-out one for other keys; empty if none is likely."""
+def _likeliest(splits: Sequence[str], *, is_training: bool) -> str:
+    """The split to suggest, a training or a held-out one; empty if none is likely."""
     kinds = {name: "train" if _words(name) & TRAINING else "test" if _words(name) & HELD_OUT else "" for name in splits}
-    wanted = ("train", "") if split_key == TRAIN_KEY else ("test", "")
+    wanted = ("train", "") if is_training else ("test", "")
     found = {kind: [name for name in splits if kinds[name] == kind] for kind in wanted}
     return next((names[0] for kind, names in found.items() if names and (kind or len(names) == 1)), "")
 

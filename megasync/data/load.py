@@ -88,10 +88,8 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         try:
             where = {"split": source.split, "section": section, "split_key": split_key}
             loaded = load_examples(source.path, *columns, **where, is_supervised=is_supervised, note=notes.append)
-            examples[key] = loaded[: source.limit]
-            if key.startswith("data.train."):
-                name = key.removeprefix("data.train.")
-                examples[key] = [replace(example, source=name) for example in examples[key]]
+            own = key.removeprefix("data.train.") if key.startswith("data.train.") else ""
+            examples[key] = [replace(each, source=own, rewards=source.rewards) for each in loaded[: source.limit]]
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from error
         check_turns(f"{key}: {source.path}", examples[key], data)
@@ -128,8 +126,9 @@ def _check_histories(place: str, examples: Iterable[Example]) -> None:
 
 def _check_answers(config: Config, key: str, examples: list[Example]) -> None:
     """ConfigError if all answers are empty and training or the reward needs them."""
-    reward = config.rollout.reward
+    reward, only = config.rollout.reward, _sources(config)[key].rewards
     scored = {reward} if isinstance(reward, str) else {name for name, weight in reward.items() if weight}
+    scored = scored.intersection(only or scored)
     is_sft, by_answers = config.algorithm.name == "sft", scored <= BY_ANSWERS and not config.rollout.episode
     why = "supervised steps train on them" if is_sft else f"rollout.reward = {', '.join(scored)} is always 0 without"
     is_empty = not any(example.answer.strip() for example in examples)

@@ -56,7 +56,7 @@ class Prompts:
         self.encoder = Encoder(self.tokenizer, bos_is_written=data.chat_template)
         self.prompt_ids = lru_cache(maxsize=100_000)(self._prompt_ids)
         self.samples = lru_cache(maxsize=10_000)(self._samples)
-        self._has_branches = False
+        self._has_branches = self._has_end_within = False
 
     def _end_with_turns(self, template: ChatTemplate) -> None:
         """Adds the token with which the template ends an assistant's turn to the stop tokens."""
@@ -124,6 +124,8 @@ class Prompts:
         for piece in pieces[1:]:
             own = self.encoder.answers([example], [text], [ids], [piece.text])[0]
             own += [self.stop_token_ids[0]] if piece.needs_end else []
+            if piece.is_trained:
+                self._note_end_within(example, own)
             text, ids, is_trained = text + piece.text, ids + own, is_trained + [piece.is_trained] * len(own)
         self._check_ids(example, ids[:size], ids[size:])
         return Sample(np.array(ids[:size], np.int32), np.array(ids[size:], np.int32), is_sampled=np.array(is_trained))
@@ -212,7 +214,17 @@ class Prompts:
         answers = [self._answer_text(example, text) for example, text in zip(examples, texts, strict=True)]
         end, is_closed = self.stop_token_ids[0], bool(self.data.chat_template and self.template and self.template.turn.end)
         found = self.encoder.answers(examples, texts, prompts, answers)
-        return [ids if is_closed or ids[-1:] == [end] else [*ids, end] for ids in found]
+        made = [ids if is_closed or ids[-1:] == [end] else [*ids, end] for ids in found]
+        for example, ids in zip(examples, made, strict=True):
+            self._note_end_within(example, ids)
+        return made
+
+    def _note_end_within(self, example: Example, answer: Sequence[int]) -> None:
+        """Notes the first answer that goes on behind a token that ends a response."""
+        within = next((each for each in answer[:-1] if each in self.stop_token_ids), None)
+        if within is not None and not self._has_end_within:
+            self._has_end_within, text = True, self.detokenizer.text([within])
+            self._notes.append(f"{example.place} is the first whose answer continues behind {text!r}, where a response ends")
 
     def _answer_text(self, example: Example, prompt: str) -> str:
         """The answer with the template's text before it, and behind it up to the end of the turn."""

@@ -12,10 +12,11 @@ Leaves out tokens (prompts.py). No torch in here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from megasync.config.errors import refuse_if
+from megasync.config.errors import ConfigError, refuse_if
 from megasync.data.conversations import RENDERED, Message
 from megasync.data.template import TurnForm
 
@@ -59,6 +60,9 @@ def branches(
                 found[-1][-1] = Piece(found[-1][-1].text + end, is_trained=True, needs_end=not end)
                 rest = rest[len(end) :] if end else ""
             answer, is_closed = _answer(render, history, message, prompt, form, place)
+            if not is_closed and message.get("tool_calls"):
+                end = _end_of_calls(render, [*history, message], prompt + answer, form.ends)
+                answer, is_closed = answer + end, bool(end)
             if rest:
                 found[-1].append(Piece(rest, is_trained=False))
             else:
@@ -67,6 +71,16 @@ def branches(
             so_far = prompt + answer
         history.append(message)
     return found
+
+
+def _end_of_calls(render: Render, history: Sequence[Message], so_far: str, ends: Sequence[str]) -> str:
+    """The token that ends a turn with calls, if the template writes it as the beginning of their results, as GLM's does."""
+    call = history[-1]["tool_calls"][-1]
+    result = {"role": "tool", "content": "0"} | ({"tool_call_id": call["id"]} if call.get("id") else {})
+    with contextlib.suppress(ConfigError):  # of a template that wants another form of results
+        behind = render([*history, result], generate=True)
+        return next((end for end in ends if behind.startswith(so_far + end)), "")
+    return ""
 
 
 def _answer(

@@ -131,7 +131,7 @@ def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     """In OpenAI's form, `{"type": "function", "function": {"name", "description", "parameters"}}`; Anthropic's is taken too.
 
     Raises:
-        MessageError: one has no name.
+        MessageError: one has no name, or parameters that are no schema.
     """
     made = []
     for tool in tools or ():
@@ -139,6 +139,10 @@ def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise MessageError(f"a tool has no name: {_shown(tool)}; write type: function, function: {{name, parameters}}")
         parameters = function.get("parameters") or function.get("input_schema") or {"type": "object", "properties": {}}
+        if parameters is True:  # the JSON schema of any value
+            parameters = {"type": "object", "properties": {}}
+        if not isinstance(parameters, Mapping):
+            raise MessageError(f"a tool's parameters are {_shown(parameters)}: write a JSON schema, such as {{type: object}}")
         description = function.get("description") or ""
         made.append(
             {"type": "function", "function": {"name": function["name"], "description": description, "parameters": parameters}}

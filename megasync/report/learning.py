@@ -28,8 +28,8 @@ MIN_LINE_POINTS, MAX_BREAKS = 4, 100  # of noise_variance
 SURE_SAMPLED, SURE_HELD_OUT, SURE_PEAK = 2.5, 2.0, 4.0  # standard errors; higher for a peak, the best of many values
 MIN_EFFECT = 0.05  # in standard deviations of the rewards: a smaller change is flat, even if it is significant
 SAMPLED = ("reward/mean", "loss/sft")
-LOSSES = ("loss/sft",)
-HELD_OUT = ("eval/reward", "eval/accuracy")
+LOSSES = ("loss/sft", "eval/loss")
+HELD_OUT = ("eval/reward", "eval/accuracy", "eval/loss")
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,11 @@ def _held_out(run: Series, key: str) -> Trend | None:
     if len(steps) < 2:
         return None
     first, last = lines[steps[0]], lines[steps[-1]]
-    best = max((lines[step] for step in steps), key=lambda line: float(line[key]))
+    sign = -1.0 if key in LOSSES else 1.0
+    best = max((lines[step] for step in steps), key=lambda line: sign * float(line[key]))
     error, since_best = (math.hypot(one[of], last[of]) for one in (first, best))
-    has_peaked = best[key] - last[key] > SURE_PEAK * since_best and best[key] - first[key] > SURE_HELD_OUT * since_best
+    from_last, from_first = (sign * (best[key] - one[key]) for one in (last, first))
+    has_peaked = from_last > SURE_PEAK * since_best and from_first > SURE_HELD_OUT * since_best
     peak = (best[key], best["step"]) if has_peaked else (None, 0)
     return Trend(key, first[key], last[key], error, _word(last[key] - first[key], SURE_HELD_OUT * error), *peak)
 

@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from megasync.data.reasoning_gym import score
@@ -40,6 +41,18 @@ class RewardInput:
     thinking: bool = False  # the prompt, as the template renders it, ends within the thinking: <think>
     source: str = ""  # the name of the prompt's source in data.train, where there are several
     place: str = ""  # of the line, in words: with its file, where the data have several
+    rewards: tuple[str, ...] = ()  # names of rollout.reward that score it; empty: all
+
+    def is_scored_by(self, reward: str) -> bool:
+        """Whether a reward of `rollout.reward` scores it."""
+        return not self.rewards or reward in self.rewards
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as a call: twice as fast as the fields by name, which dataclasses write for frozen classes with slots."""
+        return RewardInput, FIELDS(self)
+
+
+FIELDS = attrgetter(*RewardInput.__slots__)
 
 
 def exact_match(sample: RewardInput) -> float:

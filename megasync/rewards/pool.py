@@ -104,15 +104,17 @@ class RewardPool:
         return (await self.score_group([sample]))[0]
 
     async def score_group(self, samples: Sequence[RewardInput]) -> list[Scored]:
-        """The rewards of each sample of a prompt. Raises as `score` does."""
-        submitted = {reward.name: self._submit(place, reward, list(samples)) for place, reward in enumerate(self.rewards)}
-        columns = [submitted.get(name) or self._ask(name, samples) for name in self.weights]
+        """The rewards of each sample of a prompt, by the functions that its data chooses. Raises as `score` does."""
+        names = [name for name in self.weights if samples[0].is_scored_by(name)]
+        functions = {reward.name: (place, reward) for place, reward in enumerate(self.rewards) if reward.name in names}
+        submitted = {name: self._submit(*function, list(samples)) for name, function in functions.items()}
+        columns = [submitted.get(name) or self._ask(name, samples) for name in names]
         try:
             await asyncio.gather(*itertools.chain.from_iterable(columns))
         except WorkersError as error:
             raise RewardError(str(error)) from error
         rows = zip(*(itertools.chain.from_iterable(result.result() for result in column) for column in columns), strict=True)
-        return [self._scored(row) for row in rows]
+        return [self._scored(names, row) for row in rows]
 
     def _submit(self, place: int, reward: Reward, samples: list[RewardInput]) -> list[Result]:
         workers = self.concurrent if reward.is_async else self.plain
@@ -133,11 +135,11 @@ class RewardPool:
             self._count(name, [sample], error.failure)
             return [(0.0, True)]
 
-    def _scored(self, row: Sequence[tuple[float, bool]]) -> Scored:
-        named = list(zip(self.weights.items(), row, strict=True))
-        total = math.fsum(weight * value for (_, weight), (value, _) in named)  # 0.7 + 0.2 + 0.1 is to pass at 1
-        failures = tuple(name for (name, _), (_, failed) in named if failed)
-        return Scored(total, {name: value for (name, _), (value, _) in named}, failures)
+    def _scored(self, names: Sequence[str], row: Sequence[tuple[float, bool]]) -> Scored:
+        named = list(zip(names, row, strict=True))
+        total = math.fsum(self.weights[name] * value for name, (value, _) in named)  # 0.7 + 0.2 + 0.1 is to pass at 1
+        failures = tuple(name for name, (_, failed) in named if failed)
+        return Scored(total, {name: value for name, (value, _) in named}, failures)
 
     def on_failure(self, reward: Reward, samples: Sequence[RewardInput], failure: Failure) -> RewardError | None:
         """The error that ends the run with the sample; None: the call counts as 0."""
@@ -177,6 +179,6 @@ def reward_metrics(scored: Sequence[Scored]) -> dict[str, float]:
     have no parts.
     """
     parts = [one.parts for one in scored if one.parts]
-    names = list(parts[0]) if parts else []
-    means = {f"reward/{name}": statistics.fmean(own[name] for own in parts) for name in names if len(names) > 1}
+    names = dict.fromkeys(name for own in parts for name in own)
+    means = {f"reward/{name}": statistics.fmean(own[name] for own in parts if name in own) for name in names if len(names) > 1}
     return means | {"reward/failures": float(sum(len(one.failures) for one in scored))}

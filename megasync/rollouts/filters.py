@@ -32,6 +32,7 @@ class FilterInput:
     rewards: Sequence[float]  # of each sample, weighted sums
     parts: Sequence[Mapping[str, float]]  # of each sample its rewards by name, without weights; empty where not known
     num_tokens: Sequence[int]  # of each sample, sampled ones
+    source: str = ""  # the name of the prompt's source in data.train, where there are several
 
 
 Filter = Callable[[FilterInput], bool]
@@ -74,4 +75,5 @@ def filter_input(group: Group, example: Example) -> FilterInput:
         rewards=tuple(one.total for one in scored if one),
         parts=tuple(one.parts for one in scored if one),
         num_tokens=tuple(one.num_sampled if isinstance(one, EpisodeResult) else len(one.token_ids) for one in done if one),
+        source=example.source,
     )

@@ -53,7 +53,7 @@ class Group:
     reward_digest: int = 0  # of what their rewards depend on, too
     oldest: int | None = None  # no token is of an earlier version; None: not handed out
     task: Task | None = None  # what its members play, where they are episodes
-    num_parts: int = 0  # of a reward, where the advantage needs them; checkpoints have none, and a resumed run scores again
+    part_names: tuple[str, ...] = ()  # of rewards, where the advantage needs each; not in checkpoints: a resumed run scores again
     completions: list[Completion | EpisodeResult | None] = field(default_factory=list)
     playing: dict[int, EpisodeResult] = field(default_factory=dict)  # unfinished episodes of a checkpoint, by member
     scored: list[Scored | None] = field(default_factory=list)
@@ -161,10 +161,12 @@ class Group:
         return [index for index, done in pairs if not (isinstance(done, EpisodeResult) and done.is_dropped)]
 
     def parts(self, index: int) -> tuple[float, ...]:
-        """Of the member's reward, where the advantage needs them; NaN where an episode gave the sum alone."""
+        """The member's rewards, where the advantage needs each; NaN for one that does not score it, or where an episode gave the
+        sum.
+        """
         scored = self.scored[index]
-        known = tuple(scored.parts.values()) if scored is not None else ()
-        return (known or (math.nan,) * self.num_parts) if self.num_parts else ()
+        known = scored.parts if scored is not None else {}
+        return tuple(known.get(name, math.nan) for name in self.part_names)
 
     @property
     def own_rewards(self) -> list[float]:
@@ -187,7 +189,7 @@ class Group:
                 self.playing[sample.index] = sample.completion
             elif sample.index < len(self.completions):
                 self.complete(sample.index, sample.completion)
-                has_reward = math.isfinite(sample.reward) and saved.reward_digest == self.reward_digest and not self.num_parts
+                has_reward = math.isfinite(sample.reward) and saved.reward_digest == self.reward_digest and not self.part_names
                 if has_reward and self.has_teacher:
                     self.rewarded[sample.index] = Scored(sample.reward, {})
                 elif has_reward:

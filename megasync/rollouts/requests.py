@@ -97,7 +97,8 @@ def request_digest(
 def reward_digest(example: Example, rewards: RewardPool, num_samples: int) -> int:
     """Of what the rewards of given responses depend on; `num_samples` of them are looked at together where a reward does so."""
     together = num_samples if rewards.takes_groups else 1
-    source = (example.source,) if example.source else ()
+    source: tuple[object, ...] = (example.source,) if example.source else ()
+    source += (example.rewards,) if example.rewards else ()
     return digest_of((rewards.identity, together, example.prompt, example.answer, example.extra, example.line, *source))
 
 
@@ -127,6 +128,7 @@ def reward_inputs(
             thinking=thinking,
             source=example.source,
             place=example.place,
+            rewards=example.rewards,
         )
         for completion, text in zip(completions, texts, strict=True)
     ]

@@ -8,6 +8,7 @@ Where only its answer or its reward has changed it is scored again. Leaves out t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
@@ -48,9 +49,14 @@ def restore_groups(progress: Progress, step: int, settings: StreamSettings, make
     return Restored([groups[key] for key in sorted(kept)], again, _notes(len(progress.groups), own, *counts))
 
 
-def order_notes(progress: Progress, order: PromptOrder) -> list[str]:
-    """A note where the prompts that are left come in another order than the trained ones. Pure."""
-    then = progress.order
+def order_notes(progress: Progress, order: PromptOrder, sampler: str) -> list[str]:
+    """A note where the prompts that are left come in another order than the trained ones. Pure.
+
+    Leaves out changes of a sampler, which notes them itself.
+    """
+    then, effect = progress.order, "some of them are trained twice in this epoch, and others not at all"
+    if progress.sampler and not sampler and progress.num_trained:
+        return [f"data.sampler was {json.loads(progress.sampler)['name']!r}, and is empty: {effect}"]
     if then is None or then == order or not progress.num_trained:
         return []
     keys = (
@@ -61,7 +67,6 @@ def order_notes(progress: Progress, order: PromptOrder) -> list[str]:
     )
     values = zip(keys, astuple(order), astuple(then), strict=True)
     changes = "; ".join(text.format(str(now).lower(), str(before).lower()) for text, now, before in values if now != before)
-    effect = "some of them are trained twice in this epoch, and others not at all"
     return [f"the prompts come in another order than before the checkpoint ({changes}): {effect}"]
 
 

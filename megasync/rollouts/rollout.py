@@ -93,7 +93,7 @@ class Rollouts:
         self.rewards = RewardPool(config.rollout, Judges(config.judges, judges, config.run.folder))
         self.timeline, self.note = log.timeline, log.note
         needs_parts = config.algorithm.advantage == "gdpo" or is_own(config.algorithm.advantage)
-        self.num_parts = len(self.rewards.weights) if needs_parts else 0
+        self.part_names = tuple(self.rewards.weights) if needs_parts else ()
         self.ties = UniformRewardMonitor(filters_groups=config.algorithm.filter_groups)
         self.scorer, self.teachers = Scorer(data.prompts, self.rewards), teachers
         self.order = data.order(config)
@@ -240,7 +240,7 @@ class Rollouts:
         task = task_of(self.prompts, example, request) if self.episodes is not None else None
         asked = request_digest(request, **returned, task=task, played_by=self.played_by)
         scored_by = reward_digest(example, self.rewards, request.num_samples)
-        own: dict[str, Any] = {"num_parts": self.num_parts, "has_teacher": self.teachers is not None}
+        own: dict[str, Any] = {"part_names": self.part_names, "has_teacher": self.teachers is not None}
         return Group(ordinal, request, asked, scored_by, task=task, **own)
 
     def _is_worth_training(self, group: Group) -> bool:

@@ -23,6 +23,8 @@ from megasync.rewards.answers.units import split_unit, units_agree
 
 MAX_CHARACTERS, MAX_PARTS, MAX_DEPTH = 2000, 60, 24  # of an answer; of a longer one only the text is compared
 CHOICE = re.compile(r"(?:(?:option|choice|Option|Choice)\s)?(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?\s*(.*)", re.DOTALL)
+IS_IN = "\\in\\mathbb"
+RESIDUE = re.compile(r"(?P<name>[A-Za-z]\s?\\equiv\s?)?(?P<value>\d+)\s*\(?\s*\\?[pb]?mod\s*\{?\s*(?P<modulus>\d+)\s*\}?\s*\)?")
 DEGREES = re.compile(r"(-?[\d.]+)\s?°")
 FALLING = re.compile(r"([^<>]+)(>|\\ge(?![a-z]))([^<>]+?)(>|\\ge(?![a-z]))([^<>]+)")
 EQUALS = re.compile(r"(?<![<>:])=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])")
@@ -71,7 +73,7 @@ def _same(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
         return False
     if key(gold) == key(answer):
         return True
-    for rule in (_same_choice, _same_time, _same_base, _same_ratio):
+    for rule in (_same_choice, _same_time, _same_base, _same_residue, _same_ratio):
         if (verdict := rule(gold, answer)) is not None:
             return verdict
     for text, other in ((gold, answer), (answer, gold)):
@@ -93,7 +95,8 @@ def _same(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
 
 def _same_choice(gold: str, answer: str) -> bool | None:
     """(A), "A. 42" or "option A": the letter counts, else what follows it."""
-    many = [_choices(text) for text in (gold, answer)]
+    listed = any("," in text for text in (gold, answer))
+    many = [_choices(text, listed=listed) for text in (gold, answer)]
     if all(many):
         return many[0] == many[1]
     ours, theirs = (_choice(text) for text in (gold, answer))
@@ -109,10 +112,11 @@ def _choice(text: str) -> tuple[str, str] | None:
     return (found[1] or found[2], found[3].strip()) if found else None
 
 
-def _choices(text: str) -> list[str] | None:
-    """Several letters, as "BD" or "B, D"."""
-    is_run = re.fullmatch("[A-H]{2,8}", text) is not None and "".join(sorted(text)) == text
-    letters = list(text) if is_run else sorted(notation(text).parts)
+def _choices(text: str, *, listed: bool = False) -> list[str] | None:
+    """Several letters, as "BD" or "B, D", and "DB" beside letters that are `listed`."""
+    run = text.replace(" ", "")
+    is_run = re.fullmatch("[A-H]{2,8}", run) is not None and (listed or "".join(sorted(run)) == run)
+    letters = sorted(run) if is_run else sorted(notation(text).parts)
     is_several = (
         len(letters) > 1 and all(re.fullmatch("[A-H]", letter) for letter in letters) and len(set(letters)) == len(letters)
     )
@@ -127,6 +131,17 @@ def _same_time(gold: str, answer: str) -> bool | None:
         return False
     half_day = 12 * 3600
     return ours[0] == theirs[0] or (not ours[1] and theirs[1] and ours[0] % half_day == theirs[0] % half_day)
+
+
+def _same_residue(gold: str, answer: str) -> bool | None:
+    r"""5 \pmod{1000}, a least residue, is 5, but x \equiv 5 \pmod{1000} is not."""
+    ours, theirs = RESIDUE.fullmatch(gold), RESIDUE.fullmatch(answer)
+    if ours and theirs:
+        return ours["modulus"] == theirs["modulus"] and int(ours["value"]) == int(theirs["value"])
+    found, other = ours or theirs, answer if ours else gold
+    if found is None or found["name"] or int(found["value"]) >= int(found["modulus"]):
+        return None
+    return _same(found["value"], other)
 
 
 def _same_base(gold: str, answer: str) -> bool | None:
@@ -214,7 +229,14 @@ def _same_as_one(ours: Notation, theirs: Notation) -> bool:
 
 
 def _same_list(gold: Sequence[str], answer: Sequence[str]) -> bool:
-    """In any order; where the parts of one have different names, the other's have the same or none, and then its order."""
+    r"""In any order; where the parts of one have different names, the other's have the same or none, and then its order.
+
+    A condition that both have, such as k \in \mathbb{Z}, is left out.
+    """
+    shared = {key(part) for part in gold if IS_IN in part} & {key(part) for part in answer if IS_IN in part}
+    if shared:
+        gold, answer = ([part for part in parts if key(part) not in shared] for parts in (gold, answer))
+        return _same(", ".join(gold), ", ".join(answer))
     ours, theirs = [[_named(part) for part in parts] for parts in (gold, answer)]
     our_names, their_names = ({key(name) for name, _ in parts if name} for parts in (ours, theirs))
     if len(our_names) > 1 and len(their_names) > 1:

@@ -39,7 +39,7 @@ TAG = re.compile(
     re.IGNORECASE,
 )
 FINAL_LINE = re.compile(r"\s*####(?!#)(.*)")
-BOX = re.compile(r"\\(?:boxed|fbox)\s{0,9}(?P<braced>\{)"
+BOX = re.compile(r"(?:\\(?:boxed|fbox)\s{0,9}|(?<![A-Za-z\\])boxed)(?P<braced>\{)"
                  r"|\\(?:boxed|fbox)\s{0,9}(?P<bare>\\[dt]?frac\{[^{}]{1,99}\}\{[^{}]{1,99}\}|[^\s{}$\\]+)"
                  r"|\\(?:boxed|fbox)|\\.|[{}]", re.DOTALL)  # fmt: skip
 BETWEEN_BOXES = re.compile(
@@ -47,7 +47,7 @@ BETWEEN_BOXES = re.compile(
 )
 PHRASE = re.compile(
     r"\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet))[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=])|(?:\A|\n)[^\w\n]*answer\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
-    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?[:：]?(?=\s?[(（]?[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
+    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?(?:是|为)?[:：]?(?=\s?[(（]?[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
     r"|(?:答え|정답)\s?(?:は|은|[:：])",
     re.IGNORECASE,
 )
@@ -55,7 +55,7 @@ CHOSEN = re.compile(r"(?<![A-Za-z])\(?([A-H])\)?[\s*]+is\s(?:the\s)?(?:correct|r
 AFTER_PHRASE = re.compile(r"(?:[\s*_`:：=#>}]|\b(?:is|are)\b[:\s]|(?:option|choice)\s)*", re.IGNORECASE)
 NO_VALUE = re.compile(r"(?:correct|right|helpful|clear|verified|confirmed|found|given)\b(?!\s*\d)", re.IGNORECASE)
 SENTENCE_END = re.compile(
-    r"\.(?=\s|\Z)|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so)\s|,\s*(?:because|since|which|so|not|as|but)\s"
+    r"\.(?=\s|\Z)|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so|not)\s|,\s*(?:because|since|which|so|not|as|but)\s"
 )
 DISPLAY = re.compile(r"\$\$([^$]{1,2000})\$\$|\\\[(.{1,2000}?)\\\]", re.DOTALL)
 MARKDOWN = re.compile(r"(?<![\w)*])(\*{1,3}|__)(?=\S)([^*\n]{1,2000}?)(?<=\S)\1(?![\w(*])")
@@ -85,6 +85,7 @@ NOT_EQUAL = re.compile(
     r"(?:not|never|than|least|most|nor|below|above|under|over|.*n't|.*(?:不[是为到]|不等于|并非|[小大]于|超过))", re.IGNORECASE
 )
 DENIED = re.compile(r"(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|不[是对])", re.IGNORECASE)
+CALCULATION = re.compile(r"<<[^<>\n]{0,200}=[^<>\n]{0,40}>>")  # GSM8K's, before its result
 MAX_READ = 20_000  # characters, from the end, where a value is looked for among words
 
 
@@ -96,7 +97,7 @@ def read_answer(text: str, *, in_thinking: bool = False) -> str | None:
     body = after_thinking(text, in_thinking=in_thinking)
     if body is None:
         return None
-    body = SPECIAL_END.sub("", body.strip()).rstrip()
+    body = CALCULATION.sub("", SPECIAL_END.sub("", body.strip()).rstrip())
     tagged, is_cut = _last_tagged(body)
     if is_cut:
         return _last_boxes(tagged)[0]
@@ -145,7 +146,7 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
     opened: list[tuple[int, int] | None] = []  # where a box and its content begin; None: another brace
     is_there = False
     for mark in BOX.finditer(text or ""):
-        is_there = is_there or mark[0].startswith(("\\boxed", "\\fbox"))
+        is_there = is_there or mark[0].startswith(("\\boxed", "\\fbox", "boxed"))
         if mark["braced"]:
             opened.append((mark.start(), mark.end()))
         elif mark["bare"]:

@@ -32,6 +32,11 @@ COMMANDS = {  # LaTeX's: one spelling of those of one meaning
     **dict.fromkeys(("dots", "cdots", "dotsc", "hdots"), "\\ldots "), **dict.fromkeys(("degree", "textdegree"), "°"),
     **dict.fromkeys(("quad", "qquad"), " "), **dict.fromkeys(("displaystyle", "limits", "nolimits"), ""),
 }  # fmt: skip
+SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMERAL = (  # 42 in words
+    "(?i:(?:and|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
+    r"|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million)[\s-]?)+"
+)
 FRACTIONS = re.compile("[¼½¾⅐-⅞]")
 TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol|bm)\*?\s*\{([^{}]*)\}"
@@ -53,8 +58,12 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\\%", "%"),
         (r"\\\\|\\([A-Za-z]+)", lambda found: COMMANDS.get(found[1], found[0])),
         (r"\s*\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),
-        (r"\\frac\s*(\d)", r"\\frac{\1}"),
-        (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
+        (r"\\frac(?:\s*(\d)|\s+([A-Za-z]))", r"\\frac{\1\2}"),
+        (r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z\d])", r"\\frac\1{\2}"),
+        (r"\\mathbb\s?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
+        (rf"(?<=\d)\s?\({NUMERAL}\)\Z", ""),
+        (rf"\A{NUMERAL}\((\d+)\)\Z", r"\1"),
+        (r"(?<=\d)\s?\([\u4e00-\u9fff]{1,3}\)\Z", ""),
         ("<=", r"\\le "),
         (">=", r"\\ge "),
         (r"\\not\s*=|(?<![\d)!])!=", r"\\ne "),
@@ -62,9 +71,16 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\\\{\s*\\\}", r"\\emptyset "),
         (r"[\"]|``|''", ""),
         (
-            r"([¤€£¥₹])\s*(\d[\d,\x01]*(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})(\s*(?:hundred|thousand|million|billion|trillion)\b)?",
+            r"([¤€£¥₹])\s*(\d[\d,\x01]*(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})(\s*(?:hundred|thousand|million|billion|trillion)\b|[KMB]\b)?",
             r"\2\3 \1",
         ),
+        (r"(?<=\d)\s?([KMB])(?= ¤)", lambda found: {"K": " thousand", "M": " million", "B": " billion"}[found[1]]),
+        (rf"\A\s*(?i:{'|'.join(SMALL)})[\s.]*\Z", lambda found: str(SMALL.index(found[0].strip(" .").lower()))),
+        (r"(?i)(infinitely many) (?:solutions|values|pairs|integers) ?\Z", r"\1"),
+        (r"(充分|必要|充要)条件\Z", r"\1"),
+        (r"\A\s*([A-H])项\s*\Z", r"\1"),
+        # 36 marbles (12 red and 24 blue)
+        (r"\A\s*(-?\d[\d,.]* [A-Za-z]{2,}) \((?!(?:or|and|mod|base)\b)(?=[^()]*\d)(?=[^()]*[A-Za-z]{3})[^()]*\)\s*\Z", r"\1"),
         (r"\*\*", "^"),
         (r"\A\s*(?:(?i:at|about|around|approximately|roughly|exactly|only|just)\s|\\approx\s?)\s*(?=[-\d\\])", ""),
         (r"\A\s*(?:negative|minus)\s+(?=[\d\\])", "-"),

@@ -12,6 +12,7 @@ from megasync.checks.preview import preview
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.data.load import load_data
+from tests.support.tiny_models import write_tiny_model
 from tests.support.config_files import command, write, write_runnable
 
 REWARDS = '''
@@ -98,6 +99,18 @@ def test_a_value_that_is_no_number_is_refused_before_a_run_starts(runnable: Path
     with pytest.raises(ConfigError, match=r"own_answers_rewards:none returned None"):
         scores(runnable, "rollout.reward=own_answers_rewards:none")
     assert scores(runnable, "rollout.reward=own_answers_rewards:none", "rollout.reward_on_failure=zero")[0].below
+
+
+@pytest.mark.parametrize(("answer", "is_noted"), [("2", True), ("1+1 is 2</think>2", False)])
+def test_answers_within_the_thinking_of_their_prompts_are_noted(runnable: Path, answer: str, is_noted: bool) -> None:
+    """As of a template whose prompts begin the thinking, and data without any."""
+    lines = [{"question": "1+1=<think>", "answer": answer}]
+    write(runnable.parent / "numbers.jsonl", json.dumps(lines[0]) + "\n")
+    model = write_tiny_model(runnable.parent / "ascii", num_hidden_layers=1)
+    overrides = [f"data.train={runnable.parent / 'numbers.jsonl'}", "data.batch_size=1", "algorithm.name=sft"]
+    config = load_config(runnable, [*overrides, f"model.path={model}"])
+    text = preview(config, load_data(config))
+    assert ("data line 1: the prompt begins the thinking, and the answer does not end it" in text) == is_noted
 
 
 def test_check_shows_prompts_stops_and_what_answers_are_worth(runnable: Path) -> None:

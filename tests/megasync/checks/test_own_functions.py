@@ -162,9 +162,12 @@ def test_callbacks_and_loggers_get_steps(runnable: Path) -> None:
         call_back({"own_of_test:fails": resolve_callbacks(["own_of_test:fails"])[0]}, result)
 
 
-def group_of(rewards: list[float], *, greedy: bool, num_parts: int = 0) -> Group:
+PARTS = ("exact_match", "short", "of_another_source")
+
+
+def group_of(rewards: list[float], *, greedy: bool, part_names: tuple[str, ...] = ()) -> Group:
     request = GenerationRequest(num_samples=len(rewards), prompt_ids=(1, 2), first_is_greedy=greedy)
-    group = Group(0, request, num_parts=num_parts)
+    group = Group(0, request, part_names=part_names)
     for index, reward in enumerate(rewards):
         group.complete(index, Completion(np.arange(index + 1), np.zeros(index + 1), np.zeros(index + 1)))
         group.scored[index] = Scored(reward, {"exact_match": reward, "short": 0.5})
@@ -173,9 +176,9 @@ def group_of(rewards: list[float], *, greedy: bool, num_parts: int = 0) -> Group
 
 def test_a_filter_sees_what_would_be_trained(runnable: Path) -> None:
     """Not the greedy sample."""
-    keep, example = resolve_filter("own_of_test:some_right"), Example("12+34=", "46", 1, extra={"level": 2})
+    keep, example = resolve_filter("own_of_test:some_right"), Example("12+34=", "46", 1, extra={"level": 2}, source="sums")
     found = filter_input(group_of([1.0, 0.0, 0.0], greedy=True), example)
-    assert found.rewards == (0.0, 0.0) and found.num_tokens == (2, 3) and found.extra == {"level": 2}
+    assert found.rewards == (0.0, 0.0) and found.num_tokens == (2, 3) and found.extra == {"level": 2} and found.source == "sums"
     assert found.parts[0] == {"exact_match": 0.0, "short": 0.5}
     assert not keep(found) and keep(filter_input(group_of([0.0, 1.0, 0.0], greedy=True), example))
 
@@ -195,11 +198,12 @@ def test_the_greedy_sample_is_a_baseline_and_not_trained() -> None:
 
 def test_parts_of_rewards_reach_samples_where_the_advantage_needs_them() -> None:
     """A checkpoint has none: a resumed run scores such samples again."""
-    group = group_of([1.0, 0.0], greedy=False, num_parts=2)
-    assert [one.reward_parts for one in samples_of(group, 0)] == [(1.0, 0.5), (0.0, 0.5)]
+    group = group_of([1.0, 0.0], greedy=False, part_names=PARTS)
+    found = [one.reward_parts for one in samples_of(group, 0)]
+    assert [own[:2] for own in found] == [(1.0, 0.5), (0.0, 0.5)] and all(np.isnan(own[2]) for own in found)
     assert [one.reward_parts for one in samples_of(group_of([1.0], greedy=False), 0)] == [()]
-    for num_parts, is_known in ((2, False), (0, True)):
-        again = group_of([1.0, 0.0], greedy=False, num_parts=num_parts)
+    for part_names, is_known in ((PARTS, False), ((), True)):
+        again = group_of([1.0, 0.0], greedy=False, part_names=part_names)
         again.scored = [None, None]
         again.restore(group.saved())
         assert again.is_done is is_known

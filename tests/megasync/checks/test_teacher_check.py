@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megasync.checks.check import check_config
+from megasync.checks.teacher import teacher_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.tools.assets.command import build_tokenizer
@@ -76,6 +77,19 @@ def test_where_a_teacher_is(runnable: Path, tmp_path: Path) -> None:
     assert by_source.input_paths.items() >= {"teacher.path.math": "m", "teacher.path.code": "n"}.items()
     message = cannot_run(runnable, "teacher.path={math: m, code: n}", "teacher.place=trainer")
     assert message.startswith("teacher.place = trainer: ")
+
+
+@pytest.mark.parametrize(
+    ("sources", "key", "value"),
+    [("", "teacher.path.math", "m"), ("math", "teacher.path.code", "n"), ("math code words", "teacher.path", "math, code")],
+)
+def test_each_source_has_its_teacher_and_each_teacher_a_source(runnable: Path, sources: str, key: str, value: str) -> None:
+    file = runnable.parent / "train.jsonl"
+    data = [f"data.train={{{', '.join(f'{name}: {{path: {file}}}' for name in sources.split())}}}"] if sources else []
+    errors = list(teacher_errors(load_config(runnable, ["teacher.path={math: m, code: n}", *data])))
+    assert (errors[0].key, errors[0].value) == (key, value) and errors[0].remedy
+    whole = [f"data.train={{math: {{path: {file}}}, code: {{path: {file}}}}}", "teacher.path={math: m, code: n}"]
+    assert not list(teacher_errors(load_config(runnable, whole)))
 
 
 def test_a_folder_of_the_policys_shape_can_teach_in_the_trainer(runnable: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ SHARDS = {
     "without a sign": ["train00.parquet", "train01.parquet"],
     "a codec": ["train-00000-of-00002.zstd.parquet", "train-00001-of-00002.zstd.parquet"],
     "a hash each": ["train-00000-of-00002-a6c9fb89.parquet", "train-00001-of-00002-d6a0402e.parquet"],
+    "underscores": ["train_00000_of_00002.parquet", "train_00001_of_00002.parquet"],
     "one": ["0000.parquet"],
     "one with a codec": ["train.snappy.parquet"],
 }
@@ -121,6 +122,14 @@ def test_nobody_is_advised_to_train_on_held_out_data(tmp_path: Path, names: list
     assert refused(folder(tmp_path, *names)).endswith("write data.split=NAME")
     folder(tmp_path, "extra/0.jsonl" if "/" in names[0] else "all.jsonl")
     assert refused(tmp_path).endswith("write data.split=NAME" if "/" in names[0] else "write data.split=all")
+
+
+ADVISED = {"validation": "valid", "testing": "valid", "training": "train", "": "train"}
+
+
+@pytest.mark.parametrize(("split", "advised"), ADVISED.items())
+def test_the_advised_split_is_of_the_kind_that_was_asked_for(tmp_path: Path, split: str, advised: str) -> None:
+    assert refused(folder(tmp_path, "train.jsonl", "valid.jsonl"), split).endswith(f"write data.split={advised}")
 
 
 def test_a_link_whose_target_is_gone_is_no_shard_less(tmp_path: Path) -> None:

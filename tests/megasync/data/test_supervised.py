@@ -62,6 +62,13 @@ WROTE = {
 }
 
 
+UP_TO_CALL = next(number for number, message in enumerate(CALLING, 1) if message.get("tool_calls"))
+
+
+def call_of(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
 def prompts_of(folder: Path, family: str, template: str = "") -> Prompts:
     made = FAMILIES[family]
     made.tokenizer().save_pretrained(folder)
@@ -132,6 +139,15 @@ def test_calls_are_trained_and_results_are_not(tmp_path: Path, family: str) -> N
     assert is_noted == (len(CALLED[family]) > 1)
 
 
+@pytest.mark.parametrize("family", CALLED)
+def test_a_conversation_that_ends_with_a_call_has_the_end_of_a_call(tmp_path: Path, family: str) -> None:
+    """The one that the same turn has before its result."""
+    prompts = prompts_of(tmp_path, family)
+    whole, cut = (conversation(tmp_path, messages, tools=[TOOL]) for messages in (CALLING, CALLING[:UP_TO_CALL]))
+    (whole_first, *_), (cut_first, *_) = (trained(prompts, prompts.samples(each))[0] for each in (whole, cut))
+    assert whole_first == cut_first
+
+
 def test_of_a_prompt_with_its_completion_the_completion_is_trained(tmp_path: Path) -> None:
     """Both of TRL's forms; a text behind a list of messages is the same as a message."""
     prompts = prompts_of(tmp_path, "llama3")
@@ -159,6 +175,17 @@ def test_a_template_that_ends_no_turn_is_ended_by_the_sequence(tmp_path: Path) -
     assert trained(prompts, prompts.samples(conversation(tmp_path, PLAIN))) == [["It is 42<|eot_id|>"], ["True<|eot_id|>"]]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_that_continues_behind_an_end_token_is_noted_once(tmp_path: Path, family: str) -> None:
+    """A model would never sample what follows it. A prompt may hold one."""
+    prompts, end = prompts_of(tmp_path, family), FAMILIES[family].stops[0]
+    for number, texts in enumerate([("1?", "2"), (f"{end}?", "2"), ("1?", f"2{end} or 3"), ("2?", f"{end}4")]):
+        question, answer = ({"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True))
+        prompts.samples(conversation(tmp_path, [question, answer]))
+        found = [note for note in prompts.notes if "continues behind" in note]
+        assert len(found) == (number > 1) and all(f"{end!r}, where a response ends" in note for note in found)
+
+
 def test_an_answer_that_begins_as_no_prompt_ends_is_refused(tmp_path: Path) -> None:
     """DeepSeek's distilled models have a prompt that begins the thinking, and a history without."""
     template = (
@@ -181,6 +208,9 @@ def test_an_answer_that_begins_as_no_prompt_ends_is_refused(tmp_path: Path) -> N
         (PLAIN[:3], {"completion": []}, "'completion' is a list without messages"),
         ([*PLAIN[:3], {"role": "assistant", "content": None, "tool_calls": "add"}], {}, "message 4 has "),
         ([*PLAIN[:3], {"role": "assistant", "content": "1", "weight": 0}], {}, "message 4 has 'weight'"),
+        (PLAIN[:3], {}, "ends with the user's turn, and there is no answer to train on"),
+        ([*PLAIN[:3], {"role": "assistant", "tool_calls": [call_of('{"x": 1')]}], {}, "not with arguments as a JSON object"),
+        ([*PLAIN[:3], {"role": "assistant", "tool_calls": [call_of([1])]}], {}, "not with arguments as a JSON object"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained_is_named(

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from megasync.config.data_section import DataConfig
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.tokens import Tokens
-from tests.support.tokenizer_kinds import EXTRA, KINDS, OF_WORDS, WITH_BYTES, prompts_of
+from tests.support.tokenizer_kinds import EXTRA, KINDS, OF_WORDS, WITH_BYTES, byte_level, prompts_of
 
 KNOWN = "abcdefghijklmnopqrstuvwxyz0123456789+=!?.,:' \n\t"
 ANY = "é東🙂́—\u200d"
@@ -129,6 +132,17 @@ def test_a_number_behind_an_equals_sign_has_no_space_in_it(kind: str, prompts: P
     assert spaced.response_ids.tolist() != sample.response_ids.tolist()
     for answer in ("42</answer>", "<tool>42</answer>x", " <tool> 42"):  # nor has one behind an added token
         assert prompts.text(prompts.supervised(Example("12+30=", answer, 1)).response_ids) == answer
+
+
+@pytest.mark.parametrize("answer", ["42", " 4 2", "東京 42", "\\boxed{\\frac{1}{2}}"])
+def test_a_tokenizer_that_puts_spaces_between_digits_trains_none(answer: str, tmp_path: Path) -> None:
+    """A byte-level prefix space behind a split is put before each part."""
+    made = byte_level()
+    parts = [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+    made.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
+    prompts = Prompts(str(tmp_path), DataConfig())
+    assert prompts.text(prompts.supervised(Example("12+30=", answer, 1)).response_ids) == answer
 
 
 def test_special_tokens_are_read_as_they_are(prompts: Prompts, kind: str) -> None:

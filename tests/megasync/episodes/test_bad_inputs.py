@@ -61,6 +61,7 @@ FAILURES = {  # the kind of episode: what its failure is called
     "tool_nameless": "episodes.messages.MessageError: a tool has no name",
     "tool_text": "episodes.messages.MessageError: a tool has no name: 'add'",
     "tool_function": "episodes.messages.MessageError: a tool has no name: <built-in function print>",
+    "tool_schema": "episodes.messages.MessageError: a tool's parameters are 'two numbers'",
     "no_ids": "raised ValueError: there are no tokens for a turn to continue",
     "ids_text": "raised ValueError: token ids are of type str: write a list of whole numbers",
     "ids_numbers": "raised ValueError: token ids have 1.5 among them: write whole numbers from 0",

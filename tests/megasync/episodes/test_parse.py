@@ -47,13 +47,19 @@ def test_tool_calls(form: str, text: str, calls: list[object]) -> None:
     assert parse(text, form).content == text  # nobody offered a tool
 
 
-@pytest.mark.parametrize("schema", [{"properties": {"a": True}}, {"properties": {"a": None}}, {"properties": None}, True, ["a"]])
+@pytest.mark.parametrize("schema", [{"properties": {"a": True}}, {"properties": {"a": None}}, {"properties": None}, True])
 def test_a_schema_may_say_nothing_of_an_argument(schema: object) -> None:
     """As `true` does, which takes any value; what the model has written is a call all the same."""
     tools = plain_tools([{"name": "add", "parameters": schema}])
     xml = "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"
     glm = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
     assert parse(xml, "xml", tools).calls == parse(glm, "glm", tools).calls == (("add", {"a": 1}),)
+
+
+def test_parameters_of_a_tool_are_a_schema() -> None:
+    for schema in (["a"], "two numbers", 7):
+        with pytest.raises(MessageError, match="parameters"):
+            plain_tools([{"name": "add", "parameters": schema}])
 
 
 def test_calls_beside_broken_ones_and_text() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bridge.replicas.places import room_problem as replicas_problem
 from megasync.launch import machine, preflight
+from megasync.launch.cluster_room import Pool
 from megasync.launch.members import Node, first_members, in_order, roll_call, room_problem
 from megasync.launch.preflight import code_digest, described, differences, flat, judge, shared_memory_finding, slow_pairs
 from megasync.launch.probe import tournament
@@ -61,7 +62,7 @@ def test_missing_nodes_are_named(present: list[Node], count: int, expected: tupl
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 8)), min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 4))
 def test_replicas_fit_beside_the_ranks_or_the_numbers_are_named(nodes: list[tuple[int, int]], replicas: int, width: int) -> None:
     here = [node(number, num_ranks=ranks, num_gpus=gpus) for number, (ranks, gpus) in enumerate(nodes, 1)]
-    problem = room_problem(here, replicas, width)
+    problem = room_problem(here, [Pool("rollout", replicas, width)])
     if not any(gpus for _, gpus in nodes):
         assert not problem
     elif any(ranks > gpus for ranks, gpus in nodes):

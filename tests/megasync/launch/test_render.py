@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.launch.cluster_room import Demand, placement_problem
+from megasync.launch.cluster_room import Demand, Pool, placement_problem
 from megasync.launch.render import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,7 +109,8 @@ def test_rayjob_file_is_by_the_schema(config: str, capsys: pytest.CaptureFixture
     assert main(["kuberay", config, *flags, 'data.system_prompt="say \\"yes\\""', "data.chat_template=true"]) == 0
     job = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(job, SCHEMA)
-    assert job["spec"]["entrypoint"].startswith("python -m megasync.launch.driver --num-ranks 14 --trainer-nodes 2 --replicas 1")
+    driver = "python -m megasync.launch.driver --num-ranks 14 --trainer-nodes 2 --pool rollout 1 1"
+    assert job["spec"]["entrypoint"].startswith(driver)
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (worker,) = group["template"]["spec"]["containers"]
     assert group["replicas"] == 2 and worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
@@ -141,7 +142,7 @@ FEW = st.integers(0, 4)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.integers(1, 16), FEW, FEW, st.integers(1, 4))
 def test_what_fits_has_a_place_for_each(gpus: list[int], ranks: int, spread: int, replicas: int, width: int) -> None:
     nodes = {f"node{number}": {"CPU": 16.0, "GPU": float(count)} for number, count in enumerate(gpus)}
-    problem = placement_problem(nodes, Demand(ranks, spread, replicas, width))
+    problem = placement_problem(nodes, Demand(ranks, spread, (Pool("rollout", replicas, width),)))
     if not any(gpus):
         is_uneven = bool(spread) and (ranks % spread > 0 or spread > len(gpus))
         assert bool(problem) == (is_uneven or ranks > 16 * len(gpus))

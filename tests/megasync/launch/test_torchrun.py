@@ -154,3 +154,21 @@ def test_a_python_of_an_old_linux_is_refused_by_name() -> None:
     program = f"import os; del os.pidfd_open; from megasync.launch.torchrun import main; main(['-m', '{TRAINER}', 'config.yaml'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == REFUSED and "has no os.pidfd_open" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ranks_that_start_again_meet(tmp_path: Path) -> None:
+    """With a store that keeps the addresses of the ranks before them they would wait for each other for ever."""
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(
+        "import os, signal, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] < '2' and dist.get_rank() == 0:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.barrier()\n"
+        "print('met after', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    )
+    launcher = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "--max-restarts", "2"]
+    done = subprocess.run([*launcher, str(ranks)], capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("met after 2") == 2

@@ -72,6 +72,17 @@ def test_the_error_is_that_of_repeated_runs(r: float) -> None:
     assert noise_variance(np.full(20, 0.3)) == noise_variance(np.arange(20.0)) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("values", "word", "improved", "worsened"),
+    [([6.7, 2.7, 1.8], "fell", True, False), ([2.0, 1.2, 1.9], "flat", False, True), ([2.0, 2.3, 2.6], "rose", False, True)],
+)
+def test_held_out_loss_is_better_where_it_falls(values: list[float], word: str, improved: bool, worsened: bool) -> None:
+    """Also of runs whose accuracy stays 0, as that of free text does. The second run has trained for too long."""
+    lines = [{"step": 4 * step, "eval/loss": loss, "eval/loss_error": 0.05} for step, loss in enumerate(values)]
+    (found,) = trends(Series([], lines))
+    assert (found.word, found.has_improved, found.has_worsened) == (word, improved, worsened)
+
+
 def test_a_change_too_small_to_matter_is_flat_however_certain() -> None:
     curve = 0.168 + 0.004 * T
     assert trend_of(curve).word == "rose" and trend_of(curve, **{"reward/std": 0.37}).word == "flat"

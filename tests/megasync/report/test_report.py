@@ -179,11 +179,14 @@ def test_report_has_a_chart_of_each_evaluation_set_reward_and_phase(tmp_path: Pa
         for step in (0, 5):
             log.evaluation(step, {"eval/MATH_K/avg@4": step / 10, "eval/MATH_K/pass@4": step, "eval/gsm/avg@1": step})
             log.step(step, {"reward/a.b:c": step, "reward/mean": step, "step/train_seconds": step, "step/seconds": step})
+            log.step(step, {"source/math/reward": step / 2, "source/math/prompts": 4})
     page = write_report(tmp_path).read_text()
     titles = [chart["title"] for group in data_of(page, "curves").values() for chart in group]
-    assert titles == ["Reward", "Parts of the reward", "Evaluation set MATH_K", "Evaluation set gsm", "Time of a step"]
+    of_sets = ["Evaluation set MATH_K", "Evaluation set gsm"]
+    assert titles == ["Reward", "Parts of the reward", "Reward by source", *of_sets, "Time of a step"]
     curves = curves_of(page)
     assert curves["eval/MATH_K/avg@4"]["y"] == [0, 0.5] and curves["eval/MATH_K/avg@4"]["label"] == "MATH_K avg@4"
+    assert curves["source/math/reward"]["label"] == "Reward of math" and "source/math/prompts" not in curves
     assert curves["reward/a.b:c"]["label"] == "Reward a.b:c" and curves["step/train_seconds"]["label"] == "Train"
     assert "MATH_K avg@4" in text_of(page), "the headline, where there is no single file"
 
@@ -252,7 +255,7 @@ def test_every_metric_that_varies_is_drawn_or_named_elsewhere() -> None:
     of_log = {"sync/log_bytes", "sync/log_seconds", "sync/changed_fraction", "sync/sent_bytes"}
     of_resume = {"episode/resumed", "episode/anew"}
     of_summary = {"memory/worker_device_bytes", "memory/worker_host_peak_bytes"}
-    errors = {"eval/reward_error", "eval/accuracy_error"}
+    errors = {"eval/reward_error", "eval/accuracy_error", "eval/loss_error"}
     others = {"loss/total", "train/skipped_steps", "train/response_tokens", "eval/perplexity"}
     assert set(keys) - drawn == ratios | constant | of_log | of_resume | of_summary | errors | others
 

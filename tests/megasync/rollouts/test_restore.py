@@ -186,10 +186,12 @@ def test_an_order_that_has_changed_is_told(tmp_path: Path) -> None:
     save_progress(tmp_path, Progress(12, 14, order=then))
     progress = load_progress(tmp_path)
     assert progress is not None and progress.order == then
-    assert order_notes(progress, then) == order_notes(replace(progress, order=None), PromptOrder(8)) == []
-    (note,) = order_notes(progress, PromptOrder(8, seed=3, shuffle=False))
+    assert order_notes(progress, then, "") == order_notes(replace(progress, order=None), PromptOrder(8), "") == []
+    (note,) = order_notes(progress, PromptOrder(8, seed=3, shuffle=False), "")
     assert "data.train has 8 examples that fit, then 10; data.shuffle is false, then true" in note and "run.seed" not in note
-    assert order_notes(Progress(0, order=then), PromptOrder(8)) == [], "nothing was trained"
+    assert order_notes(Progress(0, order=then), PromptOrder(8), "") == [], "nothing was trained"
+    sampled = replace(progress, sampler='{"name": "difficulty"}')
+    assert order_notes(sampled, then, "difficulty") == [] and len(order_notes(sampled, then, "")) == 1
 
 
 @pytest.mark.parametrize("what", ["a field of episodes", "a reason to end", "an array less"])
