@@ -99,3 +99,5 @@ class ReplicaConfig:
     returns_experts: bool = False  # completions have the experts of their tokens
     returns_support: bool = False  # completions of requests with a `top_k` have the tokens that the sampler kept
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field
+    key: str = "rollout"  # of the user's config, for errors
+    gpus_beside: int = 0  # of this host, for replicas of other models

@@ -27,11 +27,12 @@ from megasync.config.load import load_config
 from megasync.config.own_packages import PACKAGES
 from megasync.config.schema import Config
 from megasync.config.shipped import FOLDERS, clone
+from megasync.launch.cluster_room import pool_options
 from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import exit_summary
 from megasync.launch.included import as_packages, import_roots, included_modules, refuse_excluded
 from megasync.launch.job_server import exit_code, follow_in_thread, stop, submit
-from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus, num_teacher_gpus, num_teacher_replicas
+from megasync.launch.num_ranks import default_num_ranks, num_teacher_gpus, pools
 from megasync.launch.processes import REFUSED, code_of, sigterm_as_ctrl_c
 from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.scope import FOR_CLUSTER, RAY_ADDRESS, run_scope
@@ -115,13 +116,9 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
         interpreter, config_path = "python", str(path.relative_to(root))
     driver = [interpreter, "-m", "megasync.launch.driver", "--num-ranks", str(num_ranks), "--program", options.program]
     if options.program == TRAINER:
-        own = num_replica_gpus(config)
         driver += ["--submitted", f"{time.time():.3f}"]
         driver += ["--trainer-nodes", str(config.run.trainer_nodes)]
-        driver += ["--replicas", str(config.rollout.replicas if own else 0)]
-        driver += ["--tensor-parallel", str(config.rollout.tensor_parallel)]
-        if num_teachers := num_teacher_replicas(config):
-            driver += ["--teachers", str(num_teachers), "--teacher-parallel", str(config.teacher.tensor_parallel)]
+        driver += pool_options(pools(config))
     arguments = [config_path, *options.overrides, *absolute_paths(config)]
     return {"entrypoint": shlex.join([*driver, "--", *arguments]), "runtime_env": runtime_env}
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megasync.run.heartbeat import Heartbeat
     from megasync.run.replica_start import ReplicaStart
     from megasync.run.rollout_session import RolloutSession
-    from megasync.run.session import Ends, Session
+    from megasync.run.session import ExitCallbacks, Session
     from megasync.run.supervised import SupervisedSession
 
 FIRST_ANSWERS = 4  # of each data set, that rewards are tried on before a run starts; --check takes more
@@ -197,10 +197,10 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     from engine.runtime import parallel
     from megasync.run.ending import finish
     from megasync.run.heartbeat import Heartbeat
-    from megasync.run.session import Ends
+    from megasync.run.session import ExitCallbacks
 
     rank = int(os.environ.get("RANK", "0"))
-    heartbeat, ends = Heartbeat.of_process(config.run.hung_rank_timeout_seconds), Ends()
+    heartbeat, ends = Heartbeat.of_process(config.run.hung_rank_timeout_seconds), ExitCallbacks()
     if replicas is not None:
         ends.callback(replicas.close)
     session, last_lines = None, ""
@@ -232,7 +232,7 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
 
 
 def build_session(
-    config: Config, data: RunData | None, replicas: ReplicaStart | None, heartbeat: Heartbeat, ends: Ends
+    config: Config, data: RunData | None, replicas: ReplicaStart | None, heartbeat: Heartbeat, ends: ExitCallbacks
 ) -> RolloutSession | SupervisedSession:
     """Complete; collective. Its parts end with `ends`."""
     if config.algorithm.name == "sft":
@@ -280,7 +280,7 @@ def print_failure(config: Config, session: Session | None, error: Exception) -> 
     print(f"newest checkpoint: {newest_checkpoint(config.run.folder) or 'none'}", file=sys.stderr, flush=True)
 
 
-def close(ends: Ends) -> None:
+def close(ends: ExitCallbacks) -> None:
     """After a failure an error because the disk is full does not hide the cause."""
     try:
         ends.close()

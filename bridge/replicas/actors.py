@@ -167,7 +167,9 @@ class ReplicaActors(ActorLauncher):
         """Why Ray has no room for so many replicas in all, on GPUs, or on CPUs where there are none; empty where it has."""
         kind = "GPU" if torch.cuda.is_available() else "CPU"
         free = places.free_resources(kind, besides=[group.id.hex() for group in self._groups.values()])
-        return places.room_problem(free, num_replicas, self.config.tensor_parallel, kind)
+        if kind == "GPU" and len(free) == 1:  # on several hosts the other models' replicas have groups
+            free = {host: count - self.config.gpus_beside for host, count in free.items()}
+        return places.room_problem(free, num_replicas, self.config.tensor_parallel, kind, self.config.key)
 
     def _numbers(self, *states: State) -> set[int]:
         return {replica for replica, own in list(self._replicas.items()) if own.state in states}

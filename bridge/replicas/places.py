@@ -38,14 +38,16 @@ def free_resources(kind: str, besides: Collection[str] = ()) -> dict[str, int]:
     return {f"{nodes[key]['NodeManagerHostname']} {key[:6]}": int(count) for key, count in free.items()}
 
 
-def room_problem(free: Mapping[str, int], num_replicas: int, tensor_parallel: int, kind: str = "GPU") -> str:
+def room_problem(
+    free: Mapping[str, int], num_replicas: int, tensor_parallel: int, kind: str = "GPU", key: str = "rollout"
+) -> str:
     """Why replicas have no room on these free GPUs, or CPUs, by node, empty where they have. Pure."""
     room = sum(max(0, count) // tensor_parallel for count in free.values())
     if room >= num_replicas:
         return ""
     total = sum(free.values())
     needs = (
-        f"rollout.replicas={num_replicas} times rollout.tensor_parallel={tensor_parallel} needs {num_replicas * tensor_parallel}"
+        f"{key}.replicas={num_replicas} times {key}.tensor_parallel={tensor_parallel} needs {num_replicas * tensor_parallel}"
     )
     there = f"{needs} {kind}s, Ray has {total} beside those of placement groups, such as the trainer's"
     if total >= num_replicas * tensor_parallel:

@@ -87,6 +87,11 @@ class ReplicaPool(ReplicaActors):
         ref = self.ask(replica, "score", [tuple(map(int, ids)) for ids in sequences], 0)
         return [scores.log_probs.copy() for scores in self.gather([ref], timeout, [replica], "score")[0]]
 
+    def generate_by(self, replica: int, requests: Sequence[GenerationRequest], timeout: float) -> list[list[Completion]]:
+        """Completions of each request, by one replica. Raises RuntimeError as `score`."""
+        (parts,) = self.gather([self.ask(replica, "generate", list(requests))], timeout, [replica], "generate")
+        return [[completion.copy() for completion in completions] for completions in parts]
+
     def ask(self, replica: int, method: str, *given: Any) -> Any:
         """Call `generate` or `score` of a replica; a Ray reference. Does not wait."""
         (actor,) = self._chosen([replica])

@@ -26,7 +26,7 @@ from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.teacher import check_teacher
 from megasync.checks.unused import unused_keys
-from megasync.config.errors import ConfigError, Found, main_errors, refuse, refuse_if, wrong
+from megasync.config.errors import ConfigError, ErrorCollector, main_errors, refuse, refuse_if, wrong
 from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
 from megasync.config.load import load_config
 from megasync.config.schema import Config
@@ -45,7 +45,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     `world_size` counts trainer ranks. Sizes of `rollout` are not checked where algorithm.name is sft. Leaves nothing behind, but
     the run's folder where it `makes_folder`.
     """
-    found = Found()
+    errors = ErrorCollector()
     checks: list[Callable[[], None]] = [
         lambda: check_settings(config, world_size),
         lambda: _check_packages(config),
@@ -59,12 +59,12 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
         checks += [partial(check, config) for check in rollout]
     checks += [partial(check, config) for check in (check_data, check_resume, check_run_folder)]
     for check in checks:
-        with found.more():
+        with errors.collect():
             check()
-    if found.errors and needs_data:
-        with found.more():
+    if errors.found and needs_data:
+        with errors.collect():
             read_files(config)
-    found.stop()
+    errors.raise_all()
     if makes_folder:
         config.run.folder.mkdir(parents=True, exist_ok=True)
     if needs_data and not find_spec("transformers"):  # a machine that only submits runs may have none

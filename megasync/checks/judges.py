@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jinja2 import meta
 
-from megasync.config.errors import ConfigError, combined, refuse
+from megasync.config.errors import ConfigError, combined, nearest_name, refuse
 from megasync.config.judge_section import ENVIRONMENT, JudgeConfig
 from megasync.config.schema import Config
 from megasync.rewards.failures import shown
@@ -21,7 +21,7 @@ from megasync.rewards.functions import RewardInput
 from megasync.rewards.judges.judge import endpoint_settings, sampling_of
 from megasync.rewards.judges.prompt import Messages, PromptError, messages
 from megasync.rewards.judges.reply import UnparsedError, read_score
-from megasync.rewards.resolve import named_judges
+from megasync.rewards.resolve import JUDGE, named_judges, weights
 from megasync.served.endpoint import Endpoint
 from megasync.served.protocol import ServedError
 
@@ -31,16 +31,26 @@ SECONDS = 60.0  # for an endpoint's first reply
 def check_judges(config: Config) -> None:
     """ConfigError for a judge that is named and not declared, or whose keys do not go together."""
     named_judges(config.rollout.reward, config.judges)
+    refuse(_chosen_errors(config))
     refuse(error for name, judge in config.judges.items() for error in _judge_errors(f"judges.{name}", judge))
+
+
+def _chosen_errors(config: Config) -> Iterator[ConfigError]:
+    """For names of rewards that a source or an evaluation set has, and rollout.reward has not."""
+    names = list(weights(config.rollout.reward))
+    for key, chosen in config.data.chosen_rewards.items():
+        for name in (name for name in chosen if name not in names):
+            lines = {"choices": ", ".join(names), "nearest": nearest_name(name, names), "remedy": "add it to rollout.reward"}
+            yield ConfigError(f"{key} = {name}: rollout.reward does not name it", **lines)
 
 
 def _judge_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
     if bool(judge.path) == bool(judge.endpoint):
         problem = "has both a path and an endpoint" if judge.path else "has neither a path nor an endpoint"
         yield ConfigError(f"{key}: {problem}", remedy=f"write {key}.path=FOLDER or {key}.endpoint=http://HOST:PORT/v1")
-    for name in ("replicas", "tensor_parallel", "gpu_memory_utilization", "engine_arguments") if judge.endpoint else ():
-        if (value := getattr(judge, name)) != JudgeConfig.model_fields[name].get_default(call_default_factory=True):
-            yield ConfigError(f"{key}.{name} = {value}: {key}.endpoint is served elsewhere", remedy=f"leave {key}.{name} out")
+    for name in judge.given_replica_keys if judge.endpoint else ():
+        message = f"{key}.{name} = {getattr(judge, name)}: {key}.endpoint is served elsewhere"
+        yield ConfigError(message, remedy=f"leave {key}.{name} out")
     if judge.path and not (Path(judge.path) / "config.json").is_file():
         yield ConfigError(f"{key}.path = {judge.path}: is no model folder", remedy="name a folder with config.json and weights")
     reads = meta.find_undeclared_variables(ENVIRONMENT.parse(judge.prompt + judge.system))
@@ -60,9 +70,11 @@ def ask_judges(config: Config, inputs: Sequence[RewardInput]) -> list[str]:
     for name in named_judges(config.rollout.reward, config.judges):
         judge = config.judges[name]
         try:
-            asked = [messages(judge, given) for given in inputs]
+            asked = [messages(judge, given) for given in inputs if given.is_scored_by(f"{JUDGE}{name}")]
         except PromptError as error:
             raise ConfigError(f"judges.{name}.prompt = {shown(judge.prompt)}: {error}", remedy="correct the template") from error
+        if not asked:
+            continue
         tried = [asyncio.run(_try_endpoint(name, judge, url, asked[0])) for url in judge.endpoint]
         lost = [error for error in tried if isinstance(error, ConfigError)]
         if lost and len(lost) == len(tried):

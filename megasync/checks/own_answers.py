@@ -87,7 +87,8 @@ def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) ->
     names = [name for name, weight in functions.items() if weight > 0 and name not in IGNORE_TEXT]
     if not names or FOR_CLUSTER in os.environ:  # whose nodes may have packages of a reward that are not here
         return []
-    inputs = own_inputs(config, data, most)
+    sets = own_inputs(config, data, most)
+    inputs = {key: given for key, given in sets.items() if any(given[0].is_scored_by(name) for name in functions)}
     try:
         scored = asyncio.run(_score(config.rollout.model_copy(update={"reward": functions}), list(inputs.values())))
     except RewardError as error:
@@ -97,6 +98,7 @@ def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) ->
         OwnScores(key, name, given, [None if each is None else each.parts[name] for each in found])
         for (key, given), found in zip(inputs.items(), scored, strict=True)
         for name in names
+        if given[0].is_scored_by(name)
     ]
 
 
@@ -124,7 +126,7 @@ def reward_input(example: Example, prompts: Prompts, stop: Sequence[str], max_to
     """The answer of an example as the reward gets a response with that text."""
     ids = as_sampled(prompts, prompts.supervised(example).response_ids, stop)
     given = RewardInput(example.prompt, prompts.text(ids), example.answer, len(ids), max_tokens, example.extra, example.line)
-    return replace(given, place=example.place)
+    return replace(given, place=example.place, source=example.source, rewards=example.rewards)
 
 
 def as_sampled(prompts: Prompts, ids: IntArray, stop: Sequence[str]) -> IntArray:

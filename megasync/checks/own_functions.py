@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from engine.config import is_own
-from megasync.config.errors import ConfigError, Found
+from megasync.config.errors import ConfigError, ErrorCollector
 from megasync.config.named import own_object
 from megasync.config.schema import Config
 from megasync.report.callbacks import resolve_callbacks
@@ -31,19 +31,19 @@ WANTED = {
 
 def check_own_functions(config: Config) -> None:
     """ConfigError for all that cannot be used. Losses and advantages are tried where there is torch."""
-    found, is_grpo = Found(), config.algorithm.name == "grpo"
-    with found.more():
+    errors, is_grpo = ErrorCollector(), config.algorithm.name == "grpo"
+    with errors.collect():
         resolve_callbacks(config.run.callbacks)
     for name in filter(is_own, config.run.loggers):
-        with found.more():
+        with errors.collect():
             resolve_logger(name)
     if is_grpo and config.rollout.filter:
-        with found.more():
+        with errors.collect():
             resolve_filter(config.rollout.filter)
     for key in WANTED if is_grpo else ():
-        with found.more():
+        with errors.collect():
             _own(config, key)
-    found.stop()
+    errors.raise_all()
 
 
 def own_functions(config: Config) -> OwnFunctions:

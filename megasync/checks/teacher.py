@@ -14,14 +14,13 @@ from pathlib import Path
 from bridge.versions.file import there
 from engine.peft.folder import check_peft_folder
 from megasync.checks.resume import first_step
-from megasync.config.errors import ConfigError, refuse, some, wrong
+from megasync.config.errors import ConfigError, nearest_name, refuse, some, wrong
 from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config
 from megasync.config.teacher_section import START, TeacherConfig
 from megasync.data.tokenizer import vocabulary_difference
 from megasync.models.folder import check_model_config, check_model_folder, model_shape, read_json_object
 
-SERVED_KEYS = ("replicas", "tensor_parallel", "gpu_memory_utilization", "engine_arguments")
 # of config.json, beside the sizes: without the first ones a model computes with their null
 COMPUTED = ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings")
 NOT_COMPUTED = ("architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id", "torch_dtype",
@@ -41,10 +40,10 @@ def teacher_errors(config: Config) -> Iterator[ConfigError]:
         remedy = f"leave teacher.{teacher.names[1]} out"
         yield wrong(config, f"teacher.{teacher.names[1]}", f"teacher.{teacher.names[0]} names another one", remedy=remedy)
         return
-    for name in SERVED_KEYS if not teacher.is_served or teacher.endpoint else ():
-        if name in given:
-            yield wrong(config, f"teacher.{name}", "no replicas of a teacher are started", remedy=f"leave teacher.{name} out")
+    for name in teacher.given_replica_keys if not teacher.is_served or teacher.endpoint else ():
+        yield wrong(config, f"teacher.{name}", "no replicas of a teacher are started", remedy=f"leave teacher.{name} out")
     yield from _place_errors(config)
+    yield from _source_errors(config)
     yield from _objective_errors(config)
 
 
@@ -63,6 +62,21 @@ def _place_errors(config: Config) -> Iterator[ConfigError]:
     if name == "adapter_path" and not config.engine.lora.rank:
         problem, remedy = "the policy has no adapters to switch", "merge it into a folder, and write teacher.path=FOLDER"
         yield wrong(config, "teacher.adapter_path", problem, needs="engine.lora.rank above 0", remedy=f"{remedy} place=trainer")
+
+
+def _source_errors(config: Config) -> Iterator[ConfigError]:
+    """Where replicas have teachers by source: each source of data.train has one, and each has a source."""
+    path, sources = config.teacher.path, config.data.train_sources
+    if isinstance(path, str) or config.teacher.is_in_trainer:
+        return
+    for source in (source for source in path if source not in sources):
+        key, lines = f"teacher.path.{source}", {"choices": ", ".join(sources) or "none: data.train is one file"}
+        lines["nearest"] = nearest_name(source, sources)
+        remedy = "name a source of data.train, or write one folder as teacher.path=FOLDER"
+        yield ConfigError(f"{key} = {path[source]}: data.train has no such source", **lines, remedy=remedy)
+    for source in (source for source in sources if source not in path):
+        message = f"teacher.path = {', '.join(path)}: data.train.{source} has no teacher"
+        yield ConfigError(message, remedy=f"write teacher.path.{source}=FOLDER")
 
 
 def _objective_errors(config: Config) -> Iterator[ConfigError]:

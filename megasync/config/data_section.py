@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag
 from pydantic_core import PydanticCustomError
 
-from engine.config import FilePath, Section
+from engine.config import FilePath, OneOrMore, Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
@@ -69,6 +69,8 @@ class DataFile(Section):
     """Column of answers; empty: data.answer_key."""
     limit: PositiveInt | None = None
     """Use only the first so many examples; null: all."""
+    rewards: Annotated[tuple[str, ...], OneOrMore[0]] = ()
+    """The names of rollout.reward that score these examples, such as [math_verify]; empty: all."""
 
 
 class TrainSource(DataFile):
@@ -159,6 +161,13 @@ class DataConfig(Section):
     def eval_sets(self) -> dict[str, EvalSet]:
         """Evaluation sets by name; empty if `eval` is a path."""
         return {} if isinstance(self.eval, str) else self.eval
+
+    @property
+    def chosen_rewards(self) -> dict[str, tuple[str, ...]]:
+        """By full key, where examples are scored by some of the rewards."""
+        files: dict[str, TrainSource | EvalSet] = {f"data.train.{name}": each for name, each in self.train_sources.items()}
+        files |= {f"data.eval.{name}": each for name, each in self.eval_sets.items()}
+        return {f"{key}.rewards": each.rewards for key, each in files.items() if each.rewards}
 
     @property
     def paths(self) -> dict[str, str]:

@@ -14,8 +14,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from engine.config import FilePath, OneOrMore, Section
-from megasync.config.data_section import MAX_TEMPERATURE, Share
+from engine.config import FilePath, OneOrMore
+from megasync.config.data_section import MAX_TEMPERATURE
+from megasync.config.replica_keys import ReplicaKeys
 
 VARIABLES = ("prompt", "response", "answer", "extra")
 JSON_FIELD = re.compile(r"json:(.+)", re.DOTALL)
@@ -76,7 +77,7 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-class JudgeConfig(Section):
+class JudgeConfig(ReplicaKeys):
     """A model that scores responses, served by replicas of its own (path) or elsewhere (endpoint). `rollout.reward` names it
     judge:NAME.
     """
@@ -86,14 +87,6 @@ class JudgeConfig(Section):
     endpoint: Annotated[tuple[str, ...], OneOrMore[0], AfterValidator(_urls)] = ()
     """URLs of servers with OpenAI's chat API and the same model, such as http://host:8000/v1. A call that one does not answer
     goes to the next. OPENAI_API_KEY is sent where it is set."""
-    replicas: PositiveInt = 1
-    """path: number of vLLM engines."""
-    tensor_parallel: PositiveInt = 1
-    """path: tensor-parallel workers per replica."""
-    gpu_memory_utilization: Share = 0.85
-    """path: fraction of the GPU's memory that vLLM may use."""
-    engine_arguments: dict[str, Any] = Field(default_factory=dict)
-    """path: further fields of vLLM's EngineArgs, by name, such as {max_model_len: 8192}."""
     model: str = ""
     """endpoint: the model's name there; empty: the first that the server lists."""
     prompt: Annotated[str, AfterValidator(_template)] = ""

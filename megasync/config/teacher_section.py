@@ -6,13 +6,13 @@ The objective's own keys are the engine's (engine.config.TeacherObjective). Leav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from engine.config import FilePath, TeacherObjective
-from megasync.config.data_section import Share
+from megasync.config.replica_keys import ReplicaKeys
 
 START = "start"
 
@@ -32,7 +32,7 @@ def _version(value: object) -> str:
 BySource = Annotated[dict[str, FilePath], Field(min_length=1)]
 
 
-class TeacherConfig(TeacherObjective):
+class TeacherConfig(ReplicaKeys, TeacherObjective):
     """Distillation: the policy learns from a teacher's log-probs. One of path, endpoint, version and adapter_path names it."""
 
     path: Annotated[Annotated[FilePath, Tag("*path")] | Annotated[BySource, Tag("*sources")], Discriminator(_path_form)] = ""
@@ -47,14 +47,6 @@ class TeacherConfig(TeacherObjective):
     place: Literal["auto", "replicas", "trainer"] = "auto"
     """replicas: vLLM engines of its own, which never sync; trainer: a forward pass of the trainer, on its own GPUs, of a model of
     the policy's shape. auto: trainer for version and adapter_path, else replicas."""
-    replicas: PositiveInt = 1
-    """place=replicas: number of vLLM engines, of each folder."""
-    tensor_parallel: PositiveInt = 1
-    """place=replicas: tensor-parallel workers per replica."""
-    gpu_memory_utilization: Share = 0.85
-    """place=replicas: fraction of the GPU's memory that vLLM may use."""
-    engine_arguments: dict[str, Any] = Field(default_factory=dict)
-    """place=replicas: further fields of vLLM's EngineArgs, by name, such as {max_num_batched_tokens: 2048}."""
 
     @property
     def is_set(self) -> bool:

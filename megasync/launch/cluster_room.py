@@ -1,16 +1,34 @@
 """Whether a run fits into the nodes of a Ray cluster, by numbers. Pure; leaves out what other jobs hold just now.
 
-placement_problem({"node1": {"CPU": 96, "GPU": 8}}, Demand(num_ranks=8, replicas=1))
+placement_problem({"node1": {"CPU": 96, "GPU": 8}}, Demand(num_ranks=7, pools=(Pool("rollout", 1, 1),)))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megasync.config.errors import explain
 
 Nodes = Mapping[str, Mapping[str, float]]  # Ray's resources by node
+
+
+class Pool(NamedTuple):
+    """Replicas of one model, with GPUs of their own; those of each are on one node."""
+
+    key: str  # of the config: rollout, teacher or judges.NAME
+    replicas: int
+    tensor_parallel: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.replicas * self.tensor_parallel
+
+
+def pool_options(pools: Sequence[Pool]) -> list[str]:
+    """Of the driver's command line."""
+    return [word for pool in pools for word in ("--pool", *map(str, pool))]
 
 
 @dataclass(frozen=True)
@@ -19,10 +37,32 @@ class Demand:
 
     num_ranks: int
     trainer_nodes: int = 0  # run.trainer_nodes
-    replicas: int = 0
-    tensor_parallel: int = 1
-    teachers: int = 0  # replicas of teachers
-    teacher_parallel: int = 1  # GPUs of each
+    pools: tuple[Pool, ...] = ()
+
+
+def free_after(gpus: Mapping[str, int], pools: Sequence[Pool]) -> dict[str, int]:
+    """The GPUs by node that the pools leave; they are placed in turn, each on the first nodes with room.
+
+    Raises:
+        NoRoomError: the first pool that does not fit.
+    """
+    left = dict(gpus)
+    for pool in pools:
+        missing = pool.replicas
+        for name, count in left.items():
+            fit = min(missing, max(0, count) // pool.tensor_parallel)
+            left[name], missing = count - fit * pool.tensor_parallel, missing - fit
+        if missing:
+            raise NoRoomError(pool, pool.replicas - missing)
+    return left
+
+
+class NoRoomError(Exception):
+    """`room`: for how many replicas of the pool there is."""
+
+    def __init__(self, pool: Pool, room: int) -> None:
+        super().__init__(pool, room)
+        self.pool, self.room = pool, room
 
 
 def placement_problem(nodes: Nodes, demand: Demand) -> str:
@@ -43,17 +83,16 @@ def placement_problem(nodes: Nodes, demand: Demand) -> str:
         remedy = "start fewer ranks (--num-ranks), another run.trainer_nodes, or add nodes"
         return explain("the cluster has no room for the trainer", wanted=wanted, nodes=there, remedy=remedy)
     left = {name: int(resources.get("GPU", 0)) - taken[name] for name, resources in nodes.items()}
-    pools = (("rollout", demand.replicas, demand.tensor_parallel), ("teacher", demand.teachers, demand.teacher_parallel))
-    for section, number, width in pools if has_gpus else ():
-        beside, missing = ", ".join(f"{name}: {gpus}" for name, gpus in left.items()), number
-        for name, gpus in left.items():
-            fit = min(missing, gpus // width)
-            left[name], missing = gpus - fit * width, missing - fit
-        if missing:
-            headline = f"the cluster has no room for the replicas{'' if section == 'rollout' else ' of the teachers'}"
-            wanted = f"{number} of {width} GPUs, each on one node; there is room for {number - missing}"
-            remedy = f"lower {section}.replicas, {section}.tensor_parallel or --num-ranks, or add nodes"
-            return explain(headline, wanted=wanted, GPUs_beside_the_others=beside, nodes=there, remedy=remedy)
+    try:
+        free_after(left, demand.pools if has_gpus else ())
+    except NoRoomError as error:
+        (key, number, width), beside = error.pool, ", ".join(f"{name}: {gpus}" for name, gpus in left.items())
+        headline = f"the cluster has no room for {key}.replicas = {number}"
+        wanted = f"{number} of {width} GPUs, each on one node; there is room for {error.room}"
+        all_pools = ", ".join(f"{pool.key} {pool.replicas} x {pool.tensor_parallel}" for pool in demand.pools)
+        remedy = f"lower {key}.replicas, {key}.tensor_parallel or --num-ranks, or add nodes"
+        lines = {"wanted": wanted, "replicas": all_pools, "GPUs_beside_the_trainer": beside, "nodes": there, "remedy": remedy}
+        return explain(headline, **lines)
     return ""
 
 

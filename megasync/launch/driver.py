@@ -29,7 +29,7 @@ from bridge.replicas.places import let_gloo_reach_others
 from megasync.config.errors import main_errors
 from megasync.config.files import is_asked_to_stop
 from megasync.config.load import load_config
-from megasync.launch.cluster_room import Demand, placement_problem
+from megasync.launch.cluster_room import Demand, Pool, placement_problem
 from megasync.launch.processes import REFUSED, STOPPED, run_and_leave
 from megasync.launch.scope import HOSTS
 from megasync.launch.stop_request import forget_former_stop, launched
@@ -238,10 +238,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m megasync.launch.driver", description=__doc__)
     parser.add_argument("--num-ranks", type=int, required=True)
     parser.add_argument("--trainer-nodes", type=int, default=0, help="run.trainer_nodes")
-    parser.add_argument("--replicas", type=int, default=0, help="vLLM replicas that need GPUs of their own")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each of them, on one node")
-    parser.add_argument("--teachers", type=int, default=0, help="vLLM replicas of teachers, on GPUs of their own")
-    parser.add_argument("--teacher-parallel", type=int, default=1, help="GPUs of each of these, on one node")
+    pool_help = "vLLM replicas with GPUs of their own: a key of the config, their number, the GPUs of each, on one node"
+    parser.add_argument("--pool", nargs=3, action="append", default=[], metavar=("KEY", "REPLICAS", "GPUS"), help=pool_help)
     parser.add_argument("--submitted", type=float, default=math.inf, help="when, in seconds since the epoch (default: now)")
     parser.add_argument("--program", default=PROGRAM, help="module:function(argv) that every rank runs")
     parser.add_argument("arguments", nargs="+")
@@ -254,8 +252,8 @@ def main(argv: Sequence[str]) -> int:
         nodes = {
             node["NodeManagerHostname"] + " " + node["NodeID"][:6]: node["Resources"] for node in ray.nodes() if node["Alive"]
         }
-        own = options.replicas, options.tensor_parallel, options.teachers, options.teacher_parallel
-        demand = Demand(options.num_ranks, options.trainer_nodes, *own)
+        pools = tuple(Pool(key, int(number), int(width)) for key, number, width in options.pool)
+        demand = Demand(options.num_ranks, options.trainer_nodes, pools)
         if problem := placement_problem(nodes, demand):
             print(problem, file=sys.stderr)
             return REFUSED

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megasync.launch.cluster_room import NoRoomError, Pool, free_after
+
 
 @dataclass(frozen=True)
 class Node:
@@ -59,12 +61,20 @@ def absent(present: Collection[Node], num_nodes: int, expected: Collection[str])
     return f"{missing} more" if missing else "nobody"
 
 
-def replica_room(nodes: Collection[Node], tensor_parallel: int) -> int:
-    """For how many replicas there are GPUs beside the trainer's ranks; the workers of a replica are on one node."""
-    return sum(max(0, node.num_gpus - node.num_ranks) // tensor_parallel for node in nodes)
+def gpus_beside(nodes: Sequence[Node]) -> dict[str, int]:
+    """The GPUs of each node that its trainer ranks leave, by host and number."""
+    return {f"{node.host}/{node.number}": max(0, node.num_gpus - node.num_ranks) for node in nodes}
 
 
-def room_problem(nodes: Sequence[Node], replicas: int, tensor_parallel: int) -> str:
+def replica_room(nodes: Sequence[Node], tensor_parallel: int, others: Sequence[Pool] = ()) -> int:
+    """For how many of the policy's replicas there are GPUs beside the trainer's ranks and `others`, which come first."""
+    try:
+        return sum(count // tensor_parallel for count in free_after(gpus_beside(nodes), others).values())
+    except NoRoomError:
+        return 0
+
+
+def room_problem(nodes: Sequence[Node], pools: Sequence[Pool]) -> str:
     """Why the head has no rank, or ranks or replicas have too few GPUs; empty otherwise, and without GPUs anywhere."""
     if not nodes[0].num_ranks:
         return f"{nodes[0].host}: the head node has rank 0; write --nproc 1 or more there"
@@ -73,11 +83,14 @@ def room_problem(nodes: Sequence[Node], replicas: int, tensor_parallel: int) -> 
     if tight := [node for node in nodes if node.num_ranks > node.num_gpus]:
         numbers = ", ".join(f"{node.host}: {node.num_ranks} ranks, {node.num_gpus} GPUs" for node in tight)
         return f"a trainer rank needs a GPU of its own: {numbers}; write a smaller --nproc"
-    room = replica_room(nodes, tensor_parallel)
-    left = ", ".join(f"{node.host} {node.num_gpus - node.num_ranks}" for node in nodes)
-    if replicas <= room:
-        return ""
-    return (
-        f"rollout.replicas = {replicas} of rollout.tensor_parallel = {tensor_parallel}, each on one node: the GPUs beside the "
-        f"trainer's ranks ({left}) have room for {room}; write a smaller --nproc, or lower one of them"
-    )
+    try:
+        free_after(gpus_beside(nodes), pools)
+    except NoRoomError as error:
+        left, (key, number, width) = ", ".join(f"{node.host} {node.num_gpus - node.num_ranks}" for node in nodes), error.pool
+        before = ", ".join(pool.key for pool in pools[: pools.index(error.pool)])
+        beside = f"the trainer's ranks and {before}" if before else "the trainer's ranks"
+        return (
+            f"{key}.replicas = {number} of {key}.tensor_parallel = {width}, each on one node: the GPUs beside {beside}, {left} "
+            f"beside the ranks, have room for {error.room}; write a smaller --nproc, or lower one of them"
+        )
+    return ""

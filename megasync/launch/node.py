@@ -49,7 +49,7 @@ from megasync.launch.head_store import (
 from megasync.launch.launcher import forget
 from megasync.launch.members import Node, first_members, replica_room, roll_call, room_problem
 from megasync.launch.node_ray import PLACE_KEY, NodeRay
-from megasync.launch.num_ranks import num_replica_gpus
+from megasync.launch.num_ranks import pools
 from megasync.launch.preflight import differences, judge, node_facts, shared_memory_finding
 from megasync.launch.processes import REFUSED, STOPPED, end_with_parent
 from megasync.launch.scope import HOSTS
@@ -120,7 +120,7 @@ class NodeLauncher:
         self._config_file = self.folder / "config.yaml"
         self._said, self._said_at = "", -math.inf
         self._beats: dict[int, tuple[int, float]] = {}  # by node: signs of life, and when the last one was seen
-        self._replicas = config.rollout.replicas if num_replica_gpus(config) else 0  # that need GPUs of their own
+        self._pools = pools(config)
 
     def run(self) -> tuple[int, str]:
         """The exit code and the reason, if any. Raises LeaveError and HeadLostError."""
@@ -164,7 +164,7 @@ class NodeLauncher:
             self.store.set("waiting", text)
             self._look(says=True)
         problems = list(self._differences(members).values())
-        problems += filter(None, [room_problem(members, self._replicas, self.config.rollout.tensor_parallel)])
+        problems += filter(None, [room_problem(members, self._pools)])
         if problems:
             self._end(REFUSED, "\n".join(problems))
         return members
@@ -323,11 +323,12 @@ class NodeLauncher:
         except RuntimeError as error:
             raise LeaveError(1, f"{self.node.host}: {error}") from error
         helpers = [node for node in self.members if not node.num_ranks]
-        room = replica_room([*members, *helpers], self.config.rollout.tensor_parallel)
-        replicas = self._replicas
-        if any(node.num_gpus for node in members):
-            replicas = min(replicas, max(room, self.config.rollout.min_replicas))
-        fewer = [f"rollout.replicas={replicas}"] if replicas < self._replicas else []
+        others = [pool for pool in self._pools if pool.key != "rollout"]
+        fewer = list[str]()
+        for own in (pool for pool in self._pools if pool.key == "rollout" and any(node.num_gpus for node in members)):
+            room = replica_room([*members, *helpers], own.tensor_parallel, others)
+            replicas = min(own.replicas, max(room, self.config.rollout.min_replicas))
+            fewer = [f"rollout.replicas={replicas}"] if replicas < own.replicas else []
         save_config(self.config, self._config_file)
         if fewer:
             save_config(load_config(str(self._config_file), fewer), self._config_file)

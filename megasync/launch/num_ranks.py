@@ -11,29 +11,32 @@ from collections.abc import Sequence
 from megasync.config.errors import ConfigError, main_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.launch.cluster_room import Pool
 from megasync.launch.devices import visible_devices
 
 NUM_CPU_RANKS = 2
 
 
+def pools(config: Config) -> tuple[Pool, ...]:
+    """vLLM replicas that need GPUs beside the trainer's: the policy's, unless it shares them, then teachers' and judges'."""
+    rollout, teacher = config.rollout, config.teacher
+    if config.algorithm.name == "sft":
+        return ()
+    own = [] if rollout.is_colocated else [Pool("rollout", rollout.replicas, rollout.tensor_parallel)]
+    folders = teacher.paths if teacher.is_served else ()
+    teachers = [Pool("teacher", teacher.replicas, teacher.tensor_parallel) for _ in folders]
+    judges = [Pool(f"judges.{name}", each.replicas, each.tensor_parallel) for name, each in config.pooled_judges.items()]
+    return (*own, *teachers, *judges)
+
+
 def num_replica_gpus(config: Config) -> int:
-    """GPUs that the config's vLLM replicas need beside the trainer's."""
-    if config.algorithm.name == "sft" or config.rollout.is_colocated:
-        return 0
-    return config.rollout.replicas * config.rollout.tensor_parallel
+    """GPUs that the policy's vLLM replicas need beside the trainer's."""
+    return sum(pool.num_gpus for pool in pools(config) if pool.key == "rollout")
 
 
 def num_teacher_gpus(config: Config) -> int:
     """GPUs that replicas of teachers and judges need, which share none."""
-    judges = config.pooled_judges.values() if config.algorithm.name != "sft" else ()
-    of_judges = sum(judge.replicas * judge.tensor_parallel for judge in judges)
-    return num_teacher_replicas(config) * config.teacher.tensor_parallel + of_judges
-
-
-def num_teacher_replicas(config: Config) -> int:
-    """vLLM engines of all teachers that have a folder and are asked in the rollout."""
-    teacher = config.teacher
-    return len(teacher.paths) * teacher.replicas if teacher.is_served and config.algorithm.name != "sft" else 0
+    return sum(pool.num_gpus for pool in pools(config) if pool.key != "rollout")
 
 
 def replica_gpus_of_node(config: Config, num_nodes: int) -> int:
@@ -52,16 +55,15 @@ def default_num_ranks(config: Config, gpus: int) -> int:
     """
     if gpus == 0:
         return NUM_CPU_RANKS
-    teachers = num_teacher_gpus(config)
-    left = gpus - num_replica_gpus(config) - teachers
+    all_pools = pools(config)
+    left = gpus - sum(pool.num_gpus for pool in all_pools)
     if left < 1:
-        key = "teacher.replicas" if teachers else "rollout.replicas"
-        number = config.teacher.replicas if teachers else config.rollout.replicas
+        last = all_pools[-1]
         raise ConfigError(
-            f"{key} = {number}: the replicas leave no GPU for the trainer",
+            f"{last.key}.replicas = {last.replicas}: the replicas leave no GPU for the trainer",
             GPUs=str(gpus),
-            **({"teachers": f"{teachers} GPUs"} if teachers else {}),
-            remedy=f"lower {key} or its tensor_parallel, or use a machine with more GPUs",
+            replicas=", ".join(f"{pool.key}: {pool.num_gpus} GPUs" for pool in all_pools),
+            remedy=f"lower {last.key}.replicas or its tensor_parallel, or use a machine with more GPUs",
         )
     return left
 

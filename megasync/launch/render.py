@@ -21,8 +21,8 @@ from megasync.config.errors import main_errors, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import CLONE, clone, shipped
-from megasync.launch.cluster_room import Demand, placement_problem
-from megasync.launch.num_ranks import num_replica_gpus, num_teacher_replicas, replica_gpus_of_node
+from megasync.launch.cluster_room import Demand, placement_problem, pool_options
+from megasync.launch.num_ranks import pools, replica_gpus_of_node
 from megasync.launch.processes import REFUSED
 from megasync.launch.scope import LAST_PORT
 
@@ -93,19 +93,17 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
     message, choices = "checkpoint.resume = never: a job that is queued again would begin at step 1", "auto, newest_weights"
     remedy = "write checkpoint.resume=auto, and run.name=NAME for a run that begins at step 1"
     refuse_if(given.system == "slurm" and not config.checkpoint.resumes, message, choices=choices, remedy=remedy)
-    workers, share = num_replica_gpus(config), replica_gpus_of_node(config, given.nodes)
+    share = replica_gpus_of_node(config, given.nodes)
     nproc = given.nproc or (given.gpus - share if given.gpus else 1)
     message = f"rollout.replicas = {config.rollout.replicas}: their share leaves no GPU of a node for the trainer"
     refuse_if(nproc < 1, message, GPUs=str(given.gpus), remedy="more --nodes or --gpus, or lower rollout.replicas")
     cpus = given.cpus or nproc + share + CPUS_BESIDE
     nodes = {f"node{number}": {"CPU": float(cpus), "GPU": float(given.gpus)} for number in range(1, given.nodes + 1)}
     spread = 0 if given.nodes * nproc < given.nodes else given.nodes
-    own = config.rollout.replicas if workers else 0, config.rollout.tensor_parallel
-    of_teachers = num_teacher_replicas(config), config.teacher.tensor_parallel
-    demand = Demand(given.nodes * nproc, spread, *own, *of_teachers)
+    demand = Demand(given.nodes * nproc, spread, pools(config))
     refuse_if(problem := placement_problem(nodes, demand), problem)
     values = common(given, config, command) | {"nproc": nproc, "cpus": cpus}
-    values |= of_slurm(given) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus, workers)
+    values |= of_slurm(given) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus)
     template = shipped(f"launch/templates/{TEMPLATES[given.system]}").read_text(encoding="utf-8")
     return AtTemplate(template).substitute(values)
 
@@ -150,12 +148,9 @@ def of_slurm(given: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int, workers: int) -> Mapping[str, object]:
+def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int) -> Mapping[str, object]:
     driver = ["python", "-m", "megasync.launch.driver", "--num-ranks", str(given.nodes * nproc)]
-    driver += ["--trainer-nodes", str(given.nodes), "--replicas", str(config.rollout.replicas if workers else 0)]
-    driver += ["--tensor-parallel", str(config.rollout.tensor_parallel)]
-    if num_teachers := num_teacher_replicas(config):
-        driver += ["--teachers", str(num_teachers), "--teacher-parallel", str(config.teacher.tensor_parallel)]
+    driver += ["--trainer-nodes", str(given.nodes), *pool_options(pools(config))]
     driver += ["--", given.config, *given.overrides]
     try:
         ray_version = version("ray")

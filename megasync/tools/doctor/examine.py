@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from bridge.processes import MEMORY_FOLDER
+from bridge.vllm.serving import multicast
 from megasync.config.errors import ConfigError
 from megasync.config.files import CHECKPOINTS, VERSIONS, lock_holder
 from megasync.config.schema import Config
@@ -39,6 +40,8 @@ def examine(config: Config | None, num_ranks: int | None, given: Mapping[str, st
     if there:
         use = gpu_use(config, num_ranks, len(visible))
         yield gpus.check_visible(there, given.get("CUDA_VISIBLE_DEVICES"), use)
+        if len(visible) > 1:
+            yield gpus.check_multicast(is_available=multicast.is_available())
         yield from or_ok("GPU memory", gpus.check_gpu_memory(visible, gpus.read_users(), use))
     yield gpus.check_leftovers(processes())
     yield system.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
