@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from engine.config import BIASED_ROUTERS, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
 from tests.runs.train_cases import TORCHRUN, environment, metrics, processes_with, write_config
-from tests.support.tiny_models import SERVED, write_tiny_model
+from tests.support.tiny_models import DELTA_SERVED, SERVED, write_tiny_model
 
 FIRST_STEPS, ALL_STEPS, LIMIT_SECONDS, END_SECONDS, DRAWS = 3, 5, 400.0, 40.0, 12
 GAPS = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.3}  # mean of |trainer - vLLM| in nats, at most: of these models
@@ -220,7 +220,7 @@ def launch(config: Path, keys: Mapping[str, Any], ranks: int) -> tuple[int, str]
 def first_config(source: random.Random, folder: Path) -> tuple[Path, str]:
     """And the family."""
     family = source.choice(FAMILIES)
-    config = SERVED if family in LATENT_FAMILIES else {}
+    config = SERVED if family in LATENT_FAMILIES else DELTA_SERVED if family in DELTA_FAMILIES else {}
     tied = source.random() < 0.4 and family not in BIASED_ROUTERS  # vLLM ignores it in these
     model = write_tiny_model(folder / "model", family, tied=tied, seed=source.randrange(100), **config)
     limits = {"answer_timeout_seconds": 60, "start_timeout_seconds": 200, "max_model_len": 64}
@@ -262,6 +262,8 @@ def one_run(seed: int, folder: Path) -> str:
     ranks = source.choice((1, 2, 2, 2, 4))
     names = tuple(name for name in VALUES if family in MOE_FAMILIES or "rout" not in name.partition(".")[2].split("_")[0])
     keys = draw(source, names, 12)
+    if family in DELTA_FAMILIES:
+        keys = {"model.dtype": "bfloat16", **keys}  # of vLLM's kernels for CPUs
     print(f"seed {seed}: {family}, {ranks} ranks, {' '.join(overrides(keys))}", flush=True)
     if not accepted(source, config, keys, ranks):
         return "refused"

@@ -34,7 +34,8 @@ ROOMS = {
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],
     "engine": [
         *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("minibatch", "passes", "teacher", "offload", "alike", "engine", "driven", "trace", "checkpoint"),
+        *("minibatch", "passes", "teacher", "criterion", "offload", "alike", "models", "engine", "adapters", "driven", "trace"),
+        "checkpoint",
     ],
     "bridge": [
         *("config", "messages", "generation", "detokenizer", "processes", "notes"),

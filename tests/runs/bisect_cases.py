@@ -12,14 +12,14 @@ import torch
 from engine.trace import Forward
 from megasync.tools.bisect.choose import choose
 from megasync.tools.bisect.command import trainer
-from megasync.tools.bisect.compare import Found, Passes, compare
+from megasync.tools.bisect.compare import Finding, Passes, compare
 from megasync.tools.bisect.response import Response
 from megasync.tools.bisect.text import as_json, lines
 
 Undo = Callable[[], None]
 
 
-def outcome(found: Found) -> dict[str, Any]:
+def outcome(found: Finding) -> dict[str, Any]:
     gaps = {"gap": found.gap.mean, "swapped": found.gap_swapped.mean if found.gap_swapped else None}
     worst = max(found.judgement.locals, key=lambda each: each.ratio)
     wrong = [each.site for each in found.judgement.wrong]

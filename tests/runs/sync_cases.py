@@ -24,7 +24,7 @@ from megasync.config.schema import Config
 from megasync.launch.ray_cluster import start_ray
 from megasync.report.log import RunLog
 from megasync.run.placement import DeviceSharing, make_room_for_replicas
-from megasync.run.rank_zero import RankZeroPart
+from megasync.run.rank_zero import RankZero
 from megasync.run.sync import WeightSync
 from megasync.run.weights import Weights, build_publisher
 from tests.engine.engine_cases import engine, exporter, log_probs, random_samples
@@ -47,7 +47,7 @@ def replica(path: str, **fields: Any) -> OpenPool:
     if (stop_ray := start_ray("local")) is not None:
         _stop_ray.append(stop_ray)
         atexit.register(close_replicas)
-    config = ReplicaConfig(path, dtype="float32", max_model_len=64, kv_cache_bytes=2**26, **fields)
+    config = ReplicaConfig(path, **{"dtype": "float32", "max_model_len": 64, "kv_cache_bytes": 2**26, **fields})
     if str(config) not in _replicas:
         _replicas[str(config)] = OpenPool.start(config, 1)
     return _replicas[str(config)]
@@ -70,13 +70,14 @@ def publish_and_compare(
     verify: str = "digest",
     tensor_parallel: int = 1,
     generates: bool = False,
+    dtype: str = "float32",
 ) -> list[dict[str, Any]]:
     """Train, publish and read back `num_steps` times for each case, all against one replica; `generates`: see `follow`."""
-    pool = replica(path, tensor_parallel=tensor_parallel) if is_rank_zero() else None
+    pool = replica(path, tensor_parallel=tensor_parallel, dtype=dtype) if is_rank_zero() else None
     results = []
     for number, case in enumerate(cases):
         config = SyncConfig(transport=transport, bucket_bytes=BUCKET_BYTES, verify=verify)
-        with engine(path, name="sft", **case) as built:
+        with engine(path, name="sft", dtype=dtype, **case) as built:
             results.append(follow(built, pool, num_steps, number * 100, config, generates=generates))
     return results
 
@@ -112,7 +113,8 @@ def follow(
             exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
         held = pool.read_back()
         differing |= set(held) ^ set(exported)
-        differing |= {name for name in exported if name in held and not torch.equal(held[name], exported[name])}
+        pairs = {name: (tensor, held[name]) for name, tensor in exported.items() if name in held}
+        differing |= {name for name, (own, theirs) in pairs.items() if not torch.equal(own.to(theirs.dtype), theirs)}
         scores = pool.score_all([[*s.prompt_ids, *s.response_ids] for s in samples])
         for sample, ours, theirs in zip(samples, mine, scores, strict=True):
             answer = torch.tensor(theirs[len(sample.prompt_ids) - 1 :])
@@ -153,7 +155,7 @@ def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], dam
         with engine(path, **case) as built:
             sections = {"run": {"dir": folder}, "model": {"path": path}, "sync": {"bucket_bytes": BUCKET_BYTES}}
             config = Config.model_validate(sections).model_copy(update={"engine": built.config})
-            sync = weight_sync(config, built, RankZeroPart(lambda: replica(path)))
+            sync = weight_sync(config, built, RankZero(lambda: replica(path)))
             for version in range(2):
                 built.update(built.prepare(random_samples(16, seed=version)))
                 found.append(sync.publish(version))
@@ -163,7 +165,7 @@ def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], dam
     raise AssertionError
 
 
-def weight_sync(config: Config, built: Engine, pool: RankZeroPart[Any]) -> WeightSync:
+def weight_sync(config: Config, built: Engine, pool: RankZero[Any]) -> WeightSync:
     """With a canary and replicas of their own devices."""
     log, exporter = RunLog(config, first_step=0, write=False), Weights(config, built).exporter
     publisher = build_publisher(exporter, pool.here, config)

@@ -185,14 +185,14 @@ def publish_to_nobody(path: str) -> tuple[str, str, list[str]]:
     from megasync.run.heartbeat import Heartbeat
     from megasync.run.replica_start import ReplicaStart, replica_config
     from megasync.run.rollout_session import RolloutSession
-    from megasync.run.session import Ends
+    from megasync.run.session import ExitCallbacks
 
     class NoReplicas(ReplicaStart):
         def finish(self) -> ReplicaPool:
             return ReplicaPool(replica_config(self.config), 1)
 
     config = load_config(path)
-    with Ends() as ends:
+    with ExitCallbacks() as ends:
         session = RolloutSession(config, load_data(config), NoReplicas(config), Heartbeat(0, 1, 300.0), ends)
         next(iter(session.steps()))
         try:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import LATENT_TARGETS
+from engine.config import DELTA_TARGETS, LATENT_TARGETS
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import LLAMA3, SERVED, YARN, write_tiny_model
+from tests.support.tiny_models import DELTA_SERVED, LLAMA3, SERVED, YARN, write_tiny_model
 
 pytestmark = pytest.mark.vllm_on_cpu
 
@@ -169,3 +170,27 @@ def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
         assert result["gap"] < 1e-4
         assert not any("kv_b_proj" in name or "mla_attn" in name for name in result["fallback"]), "planned on CPUs, too"
         assert all(verified for _, _, verified in result["versions"])
+
+
+@pytest.mark.long
+def test_replica_follows_gated_delta_nets_bit_for_bit(root: Path) -> None:
+    """In bfloat16, which vLLM's kernels for CPUs demand: packed convolutions, fused projections, numbers in float32 there; also
+    what it generates token by token, with a state of its own, and with adapters merged.
+    """
+    sizes: dict[str, Any] = {**DELTA_SERVED, "vocab_size": 131, "num_hidden_layers": 2, "dtype": torch.bfloat16}
+    paths = [write_tiny_model(root / "delta", "qwen3_5_text", tied=True, **sizes)]
+    paths.append(write_tiny_model(root / "delta_experts", "qwen3_5_moe_text", **sizes))
+    adapters = {"rank": 8, "alpha": 8.0, "targets": ("linear_qkv", *DELTA_TARGETS)}
+    cases: list[list[dict[str, Any]]] = [
+        [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "tensor": 2, "lora": adapters}],
+        [{"wrap": "ddp", "expert": 2}],
+    ]
+    for path, own in zip(paths, cases, strict=True):
+        arguments = {"path": str(path), "cases": own, "num_steps": 2, "verify": "readback", "generates": True}
+        results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", {**arguments, "dtype": "bfloat16"}, 600.0)[0]
+        for case, result in zip(own, results, strict=True):
+            print(path, case, result["gap"], result["fallback"])
+            assert result["differing"] == []
+            assert result["moved"] == 1
+            assert result["gap"] < 0.1
+            assert all(verified for _, _, verified in result["versions"])

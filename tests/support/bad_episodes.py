@@ -70,6 +70,7 @@ KINDS: dict[str, Kind] = {
     "tool_nameless": lambda model, task: model.chat(QUESTION, tools=[NAMELESS]),
     "tool_text": lambda model, task: model.chat(QUESTION, tools=["add"]),
     "tool_function": lambda model, task: model.chat(QUESTION, tools=[print]),
+    "tool_schema": lambda model, task: model.chat(QUESTION, tools=[{"name": "add", "parameters": "two numbers"}]),
     "no_ids": lambda model, task: model.complete([]),
     "ids_text": lambda model, task: model.complete("6 * 7?"),
     "ids_numbers": lambda model, task: model.complete([1.5, 2.0]),

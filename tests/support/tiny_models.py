@@ -32,6 +32,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -49,6 +53,8 @@ FAMILIES = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
@@ -62,6 +68,14 @@ LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
 SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # what vLLM has kernels for multi-latent attention for
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
+DELTA_SERVED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # and for gated delta nets
+DELTA = {  # every second layer has attention
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 EXPERTS = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 BIASED = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
 BIASED |= {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
@@ -93,6 +107,8 @@ FIELDS: dict[str, dict[str, object]] = {  # of config.json, where a family's dif
     "glm4_moe": {**BIASED, "attention_bias": True},
     "mixtral": {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 96},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
 }
 WITHOUT_HEAD_DIM = ("deepseek_v3", "qwen2", "qwen2_moe")
@@ -136,7 +152,8 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            center = 0.0 if family == "gemma3_text" else 1.0  # of the weights of norms
+            is_centred = family == "gemma3_text" or ("qwen3_5" in family and "linear_attn" not in name)
+            center = 0.0 if is_centred else 1.0  # of the weights of norms
             parameter.copy_(center + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
         for module in model.to(dtype).modules():
             if hasattr(module, "e_score_correction_bias"):  # float32 in folders of any dtype
