@@ -3,7 +3,7 @@
 megatron-core 0.16.1 knows the scaling of Llama 3 with the constants of 3.1 alone (rotary_pos_embedding.py:_apply_scaling), and
 YaRN as an embedding of its own. Both only change the frequencies of the plain one, which the fused tables (fused.py) are made of,
 too; YaRN also multiplies cosine and sine, and so the attention's logits by the square of that. Where layers differ by their type,
-the embedding has the frequencies of both types, one after the other, of which each layer takes its own (model/families/gemma.py).
+the embedding has the frequencies of both types, one after the other; each layer takes its own (model/families/gemma.py).
 Leaves out types whose frequencies depend on the length of the sequence (dynamic, longrope): see ROPE_TYPES in config.py.
 """
 

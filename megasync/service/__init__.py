@@ -16,7 +16,7 @@
 bodies.py    JSON bodies of the client, and what they are refused for
 wire.py      the same of its protobuf messages
 calls.py     a request as a call of the worker, in its client's order
-journal.py   the log of requests and results, out of which a killed server comes back
+journal.py   the log of requests and results, from which a killed server is restored
 worker.py    every rank: executes commands on the engine; syncs adapters to the replicas
 desk.py      rank 0: requests, their order, futures
 sampling.py  rank 0: sampling requests through the replicas

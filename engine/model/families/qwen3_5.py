@@ -26,7 +26,7 @@ from mbridge.models.qwen2moe import Qwen2MoEBridge
 
 LAYER = "model.layers.{layer_number}."
 DELTA = LAYER + "linear_attn."
-FUSED = ("in_proj.weight", "conv1d")  # tensors whose rows are several parts', each of which tensor parallelism splits
+FUSED = ("in_proj.weight", "conv1d")  # tensors of several parts; tensor parallelism splits each part
 
 
 def use_layers(layer: Any, config: Any, number: int) -> None:
