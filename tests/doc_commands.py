@@ -1,13 +1,13 @@
 """Every command of the README and of docs/, as written: collected from the pages' code blocks, and run in order by hand.
 
-    python -m tests.doc_commands                  # what there is, and what each command needs
-    python -m tests.doc_commands --run FOLDER     # in a new clone of this repository at FOLDER: those that a CPU can run
+    python -m tests.doc_commands                  # lists the commands and what each of them needs
+    python -m tests.doc_commands --run FOLDER     # runs the ones that a CPU can run, in a new clone at FOLDER
     python -m tests.doc_commands --run FOLDER --only tools.md
 
-A page's commands run in the order in which they stand, in one clone for all pages, with what is there in the place of
-PLACEHOLDERS and FILES. What a command's comment says pip is to install is installed before it. What is not run is named with its
-reason (NEEDS). The suite checks that each command is one that its program takes (test_doc_commands.py); docs/your_own.md is run
-there as a whole (test_your_own.py).
+A page's commands run in the page's order, in one clone for all pages. PLACEHOLDERS and FILES replace names that stand for the
+reader's own files. A package that a command's comment installs with pip is installed first. NEEDS says why a command is not
+run. The suite checks that each command is one that its program takes (test_doc_commands.py); docs/your_own.md is run there as a
+whole (test_your_own.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PLACEHOLDERS = {
     "data.prompt_key=problem data.answer_key=solution": "data.prompt_key=question data.answer_key=answer",
     "data.prompt_key=problem": "data.prompt_key=question",
 }
-FILES = {"test.jsonl": "smollm2/held_out.jsonl", "prompts.jsonl": "smollm2/held_out.jsonl"}  # NUM_LINES of what is there
+FILES = {"test.jsonl": "smollm2/held_out.jsonl", "prompts.jsonl": "smollm2/held_out.jsonl"}  # the first NUM_LINES of the source
 NUM_LINES = 16
 # Why a command is not run here, by the first expression that is found in it.
 NEEDS = {
@@ -51,7 +51,7 @@ NEEDS = {
     r"IMAGE": "needs an image",
 }
 INSTALLS = re.compile(r"\bpip install ([\w-]+)")
-UNTIL_STOPPED = re.compile(r"--watch")
+UNTIL_STOPPED = re.compile(r"--watch|^megasync serve")
 JUDGES = re.compile(r"^megasync doctor")  # exit code 1: this machine is not fit, as it says
 SERVES_SECONDS, LIMIT_SECONDS = 20.0, 1800.0
 
@@ -85,7 +85,7 @@ def collect() -> list[Command]:
 
 
 def lines_of(page: str) -> Iterator[tuple[str, str]]:
-    """Each command, and what is to be installed for it."""
+    """Each command, and the packages that its comment installs."""
     for line in "".join(BLOCKS.findall(page)).replace("\\\n", " ").splitlines():
         command, _, comment = re.sub(r"\s+", " ", f" {line}").partition(" #")
         if command.strip():
@@ -93,7 +93,7 @@ def lines_of(page: str) -> Iterator[tuple[str, str]]:
 
 
 def write_files(folder: Path) -> None:
-    """Those of FILES that can be written and are not there."""
+    """Write the entries of FILES that are missing and whose source exists."""
     for name, source in FILES.items():
         if (folder / source).exists() and not (folder / name).exists():
             lines = (folder / source).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -101,7 +101,7 @@ def write_files(folder: Path) -> None:
 
 
 def run(command: Command, clone: Path) -> tuple[int, float, str]:
-    """Exit code, seconds, what it said."""
+    """Exit code, seconds, output."""
     line = command.line
     for placeholder, remedy in PLACEHOLDERS.items():
         line = line.replace(placeholder, remedy)
@@ -109,11 +109,11 @@ def run(command: Command, clone: Path) -> tuple[int, float, str]:
         line = f"pip install --quiet {command.installs} && {line}"
     write_files(clone)
     begin = time.monotonic()
-    limit = SERVES_SECONDS if UNTIL_STOPPED.search(line) else LIMIT_SECONDS
+    limit = SERVES_SECONDS if UNTIL_STOPPED.search(command.line) else LIMIT_SECONDS
     inherited = {name: value for name, value in os.environ.items() if name not in ("MEGASYNC_PYTHON", "PYTHONPATH")}
     shell = ["timeout", "--signal=INT", f"{limit:g}", "bash", "-c", f"[ ! -e .venv ] || source .venv/bin/activate; {line}"]
     done = subprocess.run(shell, cwd=clone, env=inherited, capture_output=True, text=True, check=False)
-    code = 0 if UNTIL_STOPPED.search(line) and done.returncode in (124, 130) else done.returncode
+    code = 0 if UNTIL_STOPPED.search(command.line) and done.returncode in (124, 130) else done.returncode
     return code, time.monotonic() - begin, done.stdout + done.stderr
 
 
