@@ -87,11 +87,11 @@ class Runner:
         write_files(Path.cwd())
         with (self._to / f"{number:02}.log").open("w", encoding="utf-8") as log:
             shell = ["timeout", f"{self._limit:g}", "bash", "-c", line]
-            told = subprocess.Popen(shell, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
+            reported = subprocess.Popen(shell, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment)
             if re.search(FIRST, command.line):
-                figures |= {"first_step_seconds": first_step(told, begin)}
+                figures |= {"first_step_seconds": first_step(reported, begin)}
                 self.has_stepped.set()
-            code = told.wait()
+            code = reported.wait()
         self.failed += code != 0
         self._tell(figures | {"exit_code": code, "seconds": round(time.monotonic() - begin, 1), "log": f"{number:02}.log"})
 

@@ -93,18 +93,18 @@ def one_run(names: list[str], folder: Path, source: random.Random | None, url: s
     keys: Keys = {}
     for name in names:
         keys |= next(group[name] for group in groups if name in group)
-    config, told = write_run(folder, keys), list[str]()
+    config, reported = write_run(folder, keys), list[str]()
     for attempt in range(4):
         code, said, kind = process(config, source if attempt < 3 else None, 1 + (source is not None and source.random() < 0.3))
-        told.append(f"{kind}: {code}")
+        reported.append(f"{kind}: {code}")
         if code == 0:
             check(folder / "runs" / "run", keys)
-            return f"runs ({', '.join(told)})"
+            return f"runs ({', '.join(reported)})"
         if code == REFUSED and not attempt:
             assert KEY.search(said) and not (folder / "runs" / "run" / "metrics.jsonl").exists(), said[-3000:]
             return f"refused: {next(line for line in said.splitlines() if KEY.search(line))[:200]}"
-        assert not kind.startswith(("nothing", "replica")), f"{told}: {said[-6000:]}"
-    raise AssertionError(told)
+        assert not kind.startswith(("nothing", "replica")), f"{reported}: {said[-6000:]}"
+    raise AssertionError(reported)
 
 
 def main() -> int:

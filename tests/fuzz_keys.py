@@ -304,7 +304,7 @@ def main() -> int:
         folder.mkdir(parents=True)
         try:
             print(f"    {one_run(seed, folder)}", flush=True)
-        except Exception:  # noqa: BLE001 # told, and the next one begins
+        except Exception:  # noqa: BLE001 # reported, and the next one begins
             wrong.append(seed)
             print(f"WRONG, seed {seed}: {folder}\n{traceback.format_exc()[-5000:]}", flush=True)
     print(json.dumps({"wrong": wrong}), flush=True)

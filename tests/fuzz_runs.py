@@ -7,7 +7,7 @@ Of half of the runs samples are episodes (tests/support/fuzzed.py), whose proces
 
 Each process has a time limit and leaves nothing behind; in the end every prompt in samples.jsonl stands beside its own answer and
 reward, none was trained twice, every batch is whole, no sample is too old for its step, and no evaluation is missing or there
-twice. A run that fails is told with its folder, which stays, and the next one begins. Leaves out the stream on its own, which
+twice. A run that fails is reported with its folder, which stays, and the next one begins. Leaves out the stream on its own, which
 test_stream_walks.py tries far more often.
 """
 

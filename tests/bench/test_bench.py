@@ -102,8 +102,8 @@ def test_lora_rows_count_what_is_sent(results: dict) -> None:
 
 def test_rollout_compares_both_methods_to_serve_lora_and_rounds_before_a_kill_are_kept(tmp_path: Path) -> None:
     command = [*command_of("rollout", tmp_path), "bench.num_ranks=1", "bench.rounds=100000"]
-    with (tmp_path / "told").open("w+") as told:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=told, text=True)
+    with (tmp_path / "reported").open("w+") as reported:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=reported, text=True)
         assert process.stdout is not None
         try:
             printed = "".join(itertools.takewhile(lambda line: not line.startswith("round 3 of"), process.stdout))
@@ -114,8 +114,8 @@ def test_rollout_compares_both_methods_to_serve_lora_and_rounds_before_a_kill_ar
             except subprocess.TimeoutExpired:
                 process.kill()  # what it started ends with it
                 raise
-        told.seek(0)
-        errors = told.read()
+        reported.seek(0)
+        errors = reported.read()
     assert process.returncode == 1, errors[-3000:]
     assert "generation, medians" in printed
     assert "cut off" in errors

@@ -56,7 +56,7 @@ def test_both_wraps_are_compared_where_both_were_measured() -> None:
     assert compare({"ddp": ddp, "megatron_fsdp": {"error": "exit code 1"}}) == {} == compare({"ddp": ddp})
 
 
-def test_a_failing_variant_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_variant_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = [*TINY, f"run.dir={tmp_path}", "bench_train.variants=[ddp]", "bench_train.variant_seconds=0.5"]
     assert cli.main(["train", "--config", CONFIG, *overrides]) == 1
     assert "ddp: failed, not done after 0.5 s" in capfd.readouterr().out

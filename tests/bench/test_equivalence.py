@@ -81,11 +81,11 @@ def drawn(bench: Bench, count: int, numbers_of_ranks: tuple[int, ...]) -> list[C
 def test_random_layouts_train_as_one_rank(bench: Bench) -> None:
     """Losses, gradient norms, log-probs of transformers before and after training, exports; of any features together."""
     cases = drawn(bench, NUM_CASES, (NUM_RANKS,))
-    told = "\n".join(["", f"MEGASYNC_EQUIVALENCE_SEED={SEED}", *(case.name for case in cases)])
-    print(told)
+    reported = "\n".join(["", f"MEGASYNC_EQUIVALENCE_SEED={SEED}", *(case.name for case in cases)])
+    print(reported)
     bench.run(cases, on_ranks)
     wrong = {name: each["problems"] for name, each in bench.results["cases"].items() if each["problems"]}
-    assert not wrong, told
+    assert not wrong, reported
     assert all(case.name in bench.results["cases"] for case in cases)
 
 
@@ -140,10 +140,10 @@ def test_a_case_that_fails_is_a_row_and_the_others_go_on(
 ) -> None:
     """The ranks of the second case look for the model where there is none."""
 
-    def job(told: dict[str, Any], *others: Any) -> Job:
-        if "qwen3" in told["model"]["path"]:
-            told["model"]["path"] = str(tmp_path / "nowhere")
-        return Job(told, *others)
+    def job(reported: dict[str, Any], *others: Any) -> Job:
+        if "qwen3" in reported["model"]["path"]:
+            reported["model"]["path"] = str(tmp_path / "nowhere")
+        return Job(reported, *others)
 
     monkeypatch.setattr(of_runs, "Job", job)
     chosen = ["families=[qwen3,mistral]", "layouts=[one,ep2]", "wraps=[ddp]", "vllm=[none]", "steps=1"]

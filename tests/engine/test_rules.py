@@ -17,7 +17,7 @@ from engine.rules import Problem, context_problem, experts_lora_problem, experts
 SIZES, DTYPES = st.integers(1, 16), st.sampled_from(sorted(DTYPE_BYTES))
 
 
-def told(found: Problem) -> dict[str, object]:
+def values(found: Problem) -> dict[str, object]:
     """The key and value that the remedy tells to write, by the key's last name; {}: it tells of several ways."""
     key, _, value = found.remedy.removeprefix("write ").partition(",")[0].rpartition("=")
     assert found.message and found.remedy in str(found)
@@ -33,7 +33,7 @@ def test_layouts_with_experts(
     seen = []
     while found := experts_problem(sizes, num_experts, dtype, ParallelConfig.model_validate(keys)):
         seen.append(found)
-        if not (written := told(found)):
+        if not (written := values(found)):
             break
         keys |= written
         assert len(seen) <= 2
@@ -46,7 +46,7 @@ def test_layouts_with_experts(
 def test_adapters_of_experts(rank: int, dropout: float, dtype: str) -> None:
     lora, num_found = LoraConfig(rank=rank, dropout=dropout), 0
     while found := experts_lora_problem(lora, "linear_fc1", dtype):
-        lora, num_found = LoraConfig.model_validate(lora.model_dump() | told(found)), num_found + 1
+        lora, num_found = LoraConfig.model_validate(lora.model_dump() | values(found)), num_found + 1
     assert num_found <= 2 and lora.dropout == 0 and rank <= lora.rank < rank + EXPERT_ROW_BYTES
 
 
@@ -55,6 +55,6 @@ def test_context_attention(heads: int, tensor: int, context: int, kind: str) -> 
     keys = {"tensor": tensor, "context": context, "context_attention": kind}
     found = context_problem("qwen3", heads * tensor, ParallelConfig.model_validate(keys))
     assert (found is not None) == (kind == "ulysses" and heads % context > 0)
-    assert found is None or context_problem("qwen3", heads * tensor, ParallelConfig.model_validate(keys | told(found))) is None
+    assert found is None or context_problem("qwen3", heads * tensor, ParallelConfig.model_validate(keys | values(found))) is None
     of_delta = context_problem("qwen3_5_text", heads * tensor, ParallelConfig.model_validate(keys))
-    assert of_delta == found if context == 1 else of_delta is not None and told(of_delta) == {"context": 1}
+    assert of_delta == found if context == 1 else of_delta is not None and values(of_delta) == {"context": 1}

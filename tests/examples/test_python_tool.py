@@ -276,7 +276,7 @@ print(asyncio.run(tool.run("import resource; print(resource.getrlimit(resource.R
     assert done.stdout.split() == ["(536870912,", "536870912)", "(200,", "200)"], done.stderr
 
 
-def test_a_machine_without_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = shutil.which
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None if name in ("bwrap", "setpriv") else found(name))
     sandbox.sandbox.cache_clear()

@@ -102,7 +102,7 @@ def find_wrong_versions(lines: Iterable[Mapping[str, Any]], max_staleness: int) 
 
 
 def find_wrong_failures(metrics: Iterable[Mapping[str, Any]], case: Case) -> list[str]:
-    """Of episodes: the one that was told to fail is counted, and no other."""
+    """Of episodes: the one that has to fail is counted, and no other."""
     found = sum(int(line.get("episode/failures", 0)) for line in metrics)
     wanted = NUM_FAILURES[case.episode] if case.episode else 0
     return [f"{found} episodes failed, {wanted} were to"] if found != wanted else []

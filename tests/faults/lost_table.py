@@ -75,9 +75,9 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             moments = ", ".join(f"{line['step']} + {line['offset']}" for line in own)
             codes = "; ".join(sorted({_codes(line) for line in own}))
             seconds = [line["lost_seconds"] for line in own]
-            told = f"{', '.join(map(str, seconds))} | {statistics.median(seconds):.1f} | {max(seconds):.1f}"
+            reported = f"{', '.join(map(str, seconds))} | {statistics.median(seconds):.1f} | {max(seconds):.1f}"
             right = f"{sum(not line['problems'] for line in own)} of {len(own)}"
-            rows.append(f"| {kind} | {staleness} | {moments} | {codes} | {told} | {right} |")
+            rows.append(f"| {kind} | {staleness} | {moments} | {codes} | {reported} | {right} |")
     return "\n".join(rows)
 
 
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str]) -> int:
         with given.file.open("a", encoding="utf-8") as opened:
             opened.writelines(json.dumps(line) + "\n" for line in new)
         lines += new
-        told = {name: [line[name] for line in new] for name in ("first_codes", "lost_seconds")}
-        print(f"    {told | {name: new[0][name] for name in ('codes', 'problems', 'seconds')}}", flush=True)
+        reported = {name: [line[name] for line in new] for name in ("first_codes", "lost_seconds")}
+        print(f"    {reported | {name: new[0][name] for name in ('codes', 'problems', 'seconds')}}", flush=True)
     print(table(lines))
     return int(any(line["problems"] for line in lines))
 

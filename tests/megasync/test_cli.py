@@ -54,7 +54,7 @@ def test_help_names_every_verb() -> None:
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "submit"])
-def test_a_key_with_dashes_is_told_how_it_is_written(verb: str) -> None:
+def test_a_key_with_dashes_is_reported_how_it_is_written(verb: str) -> None:
     done = megasync(verb, "configs/quickstart.yaml", "--rollout.group_size=3")
     assert done.returncode == 2 and done.stderr.endswith("write rollout.group_size=3\n")
 
@@ -98,7 +98,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=lambda arguments: "-".join(arguments[::2]),
 )  # fmt: skip
-def test_an_installation_without_extras_is_told_the_line_that_works(light: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_an_installation_without_extras_is_given_the_line_that_works(light: Path, tmp_path: Path, arguments: list[str]) -> None:
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')

@@ -230,9 +230,9 @@ def test_a_phase_that_was_stopped_says_what_goes_on(
     monkeypatch.setattr("megasync.tools.quickstart.command.torchrun", lambda *_: stopped)
     (tmp_path / "rl" / "checkpoints" / "step_00000003").mkdir(parents=True)
     assert Phase(RL, [f"run.dir={tmp_path}"]).run(2) == STOPPED
-    told = capsys.readouterr().out
-    assert f"go on from it: megasync train {RL} run.dir={tmp_path} --nproc 2 checkpoint.resume=auto\n" in told
-    assert "a quickstart in this folder starts afresh" in told
+    reported = capsys.readouterr().out
+    assert f"go on from it: megasync train {RL} run.dir={tmp_path} --nproc 2 checkpoint.resume=auto\n" in reported
+    assert "a quickstart in this folder starts afresh" in reported
 
 
 @pytest.mark.parametrize("held_out", [{}, {"eval_reward_before": 0.25, "eval_reward_after": 0.5}])
@@ -244,8 +244,8 @@ def test_the_summary_has_what_was_measured(
     measured = {"sync_seconds_median": 0.012, "sync_bytes": 2**20} if num_syncs else {}
     places = {"summary": "a", "report": "b", "timeline": "c"}
     show_summary({**held_out, "num_syncs": num_syncs, **measured, "seconds_total": 1.0, **places})
-    told = capsys.readouterr().out
-    assert ("(+0.250)" in told) == bool(held_out) and ("12 ms" in told) == bool(num_syncs)
+    reported = capsys.readouterr().out
+    assert ("(+0.250)" in reported) == bool(held_out) and ("12 ms" in reported) == bool(num_syncs)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["--to", "/proc/x"], "/proc/x: No such file or directory"),
         (["--to", "{file}"], "{file}: File exists"),
@@ -313,10 +313,10 @@ def test_assets_of_another_size_end_responses_by_chance(tmp_path: Path, capsys: 
     ],
 )
 def test_assets_that_cannot_be_written_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reported: str
 ) -> None:
     (file := tmp_path / "file").write_text("mine")
     with pytest.raises(SystemExit) as stop:
         write_any_assets([each.replace("{file}", str(file)) for each in arguments])
-    assert stop.value.code == 2 and told.replace("{file}", str(file)) in capsys.readouterr().err
+    assert stop.value.code == 2 and reported.replace("{file}", str(file)) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -79,15 +79,15 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus(config: str, tmp_path: Path) -> None:
-    """Ray is told of GPUs that are not there: it deals them out all the same."""
+    """Ray is started with GPUs that do not exist: it assigns them all the same."""
     gpus = {"CUDA_VISIBLE_DEVICES": "4,6", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
     overrides = ["run.name=devices", "rollout.placement=colocated", "rollout.replicas=2"]
     done = submit(config, *overrides, "--num-ranks", "2", *PROGRAM, environment=ENVIRONMENT | gpus, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank} counts 2 ranks, local {rank}" in done.stdout
-    told = re.findall(r"(rank|replica) (\d) is on (\S+)", done.stdout)
-    ranks, replicas = ({number: gpu for who, number, gpu in told if who == kind} for kind in ("rank", "replica"))
+    reported = re.findall(r"(rank|replica) (\d) is on (\S+)", done.stdout)
+    ranks, replicas = ({number: gpu for who, number, gpu in reported if who == kind} for kind in ("rank", "replica"))
     assert sorted(ranks.values()) == ["4", "6"], done.stdout
     assert replicas == ranks, done.stdout
     assert "0 GPUs of 2 are for replicas of their own" in done.stdout
@@ -173,17 +173,17 @@ def test_packages_that_the_nodes_need_are_told_and_not_asked_for_here(
         code = check(parse([run, *overrides, *flags]), 2)
         return code, " ".join(capfd.readouterr().err.split())
 
-    code, told = said("rollout.reward={graders.good:good: 1, reasoning_gym: 1}")
-    assert "No module named 'a_package_of_nodes'" in told
-    is_told = told.startswith("not here, but needed on the cluster's nodes: rollout.reward")
-    assert (code, is_told) == ((0, True) if address else (2, False))
-    code, told = said("rollout.reward=reasoning_gym")
-    assert (code, bool(told)) == ((0, False) if address else (2, True)), told
+    code, reported = said("rollout.reward={graders.good:good: 1, reasoning_gym: 1}")
+    assert "No module named 'a_package_of_nodes'" in reported
+    is_reported = reported.startswith("not here, but needed on the cluster's nodes: rollout.reward")
+    assert (code, is_reported) == ((0, True) if address else (2, False))
+    code, reported = said("rollout.reward=reasoning_gym")
+    assert (code, bool(reported)) == ((0, False) if address else (2, True)), reported
     for reward, problem in (("graders.bad:good", "graders.bad"), ("graders.broken:good", "ZeroDivisionError")):
-        code, told = said(f"rollout.reward={reward}")
-        assert code == 2 and problem in told and "cannot be imported" in told
-    code, told = said("rollout.episode=graders.good:good", "rollout.reward=exact_match")
-    assert code == (0 if address else 2) and "a_package_of_nodes" in told
+        code, reported = said(f"rollout.reward={reward}")
+        assert code == 2 and problem in reported and "cannot be imported" in reported
+    code, reported = said("rollout.episode=graders.good:good", "rollout.reward=exact_match")
+    assert code == (0 if address else 2) and "a_package_of_nodes" in reported
 
 
 @pytest.mark.parametrize("override", ["rollout.ray_address=auto", "rollout.kv_cache_bytes=900GiB"])
@@ -196,13 +196,13 @@ def test_what_the_cluster_has_is_not_looked_for_here(tmp_path: Path, override: s
 def test_a_job_of_this_machine_knows_that_a_former_stop_is_forgotten(tmp_path: Path) -> None:
     """By this command, before it starts a cluster; on a cluster of somebody's the job itself does it."""
     config, path = Config.model_validate({"run": {"dir": str(tmp_path)}}), str(ROOT / "tests" / "data" / "submit.yaml")
-    told = launched(tmp_path / "run")
+    reported = launched(tmp_path / "run")
     cluster = ["--address", "http://127.0.0.1:1", "--num-ranks", "2"]
-    for flags, is_told in (([], True), (cluster, False), (PROGRAM, False)):
+    for flags, is_reported in (([], True), (cluster, False), (PROGRAM, False)):
         made = job(parse([path, *flags]), config, 2)
         environment = made["runtime_env"]["env_vars"]
         assert (" --submitted 1" in made["entrypoint"]) == (flags != PROGRAM)
-        assert (told.items() <= environment.items()) == is_told
+        assert (reported.items() <= environment.items()) == is_reported
 
 
 def test_what_travels_with_a_job_is_what_can_be_imported(tmp_path: Path) -> None:

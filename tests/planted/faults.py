@@ -54,7 +54,7 @@ def _is_there(root: Path, file: str, test: str = "") -> bool:
 
 
 def _write(path: Path, text: str) -> None:
-    """Bytecode is told by size and second of its source, which may both stay the same."""
+    """Bytecode is identified by its source's size and second, which may both stay the same."""
     path.write_text(text)
     if path.suffix == ".py":
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)

@@ -94,11 +94,11 @@ def follow(path: str, samples: list[Sample], pool: OpenPool | None, version: int
 def agreement(built: Engine, pool: OpenPool | None, samples: list[Sample]) -> dict[str, Any]:
     """Collective: the largest difference of log-probs, and whether the engine takes vLLM's greedy tokens for such."""
     mine = built.score(samples)
-    told = [greedy(pool, samples) if pool is not None else None]
-    torch.distributed.broadcast_object_list(told, src=0)
-    assert told[0] is not None
+    reported = [greedy(pool, samples) if pool is not None else None]
+    torch.distributed.broadcast_object_list(reported, src=0)
+    assert reported[0] is not None
     gap = score_gap(pool, samples, mine) if pool is not None else 0.0
-    return {"gap": gap, "greedy": matches_greedy(built, samples, told[0])}
+    return {"gap": gap, "greedy": matches_greedy(built, samples, reported[0])}
 
 
 def served_adapter(path: str, folder: str, samples: list[Sample]) -> dict[str, Any]:

@@ -140,9 +140,9 @@ def generated_gap(built: Engine, pool: OpenPool | None, seed: int) -> float:
         GenerationRequest(tuple(s.prompt_ids.tolist()), num_samples=2, max_new_tokens=12, seed=seed)
         for s in random_samples(4, seed=seed)
     ]
-    told: list[Any] = [pool.generate(requests).result() if pool is not None else None]
-    dist.broadcast_object_list(told, src=0)
-    pairs = [(r.prompt_ids, completion) for r, group in zip(requests, told[0], strict=True) for completion in group]
+    reported: list[Any] = [pool.generate(requests).result() if pool is not None else None]
+    dist.broadcast_object_list(reported, src=0)
+    pairs = [(r.prompt_ids, completion) for r, group in zip(requests, reported[0], strict=True) for completion in group]
     mine = log_probs(built, [Sample(prompt, completion.token_ids) for prompt, completion in pairs])
     gaps = (ours - torch.from_numpy(each.log_probs.copy()) for ours, (_, each) in zip(mine, pairs, strict=True))
     return max(float(gap.abs().max()) for gap in gaps)
@@ -251,7 +251,7 @@ def refused_syncs(path: str) -> dict[str, Any]:
     """A missing and a renamed tensor from two trainer ranks; every rank must hear of it and nothing may change."""
     pool = replica(path) if is_rank_zero() else None
     name = "model.layers.1.mlp.up_proj.weight"
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     with engine(path, wrap="megatron_fsdp", name="sft") as built:
         source = exporter(built)
         Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(1)
@@ -260,18 +260,18 @@ def refused_syncs(path: str) -> dict[str, Any]:
                 config = SyncConfig(transport="shm" if change == "missing" else "nccl", bucket_bytes=BUCKET_BYTES)
                 Publisher(Renamed(source, change, name), pool, config).publish(2)
             except SyncError as error:
-                told[change] = str(error)
+                reported[change] = str(error)
             if pool is not None:
-                told[f"{change} serves"] = pool.versions
+                reported[f"{change} serves"] = pool.versions
         dist.barrier()
         Publisher(source, pool, SyncConfig(bucket_bytes=BUCKET_BYTES)).publish(3)
-        told["serves"] = pool.versions if pool is not None else None
+        reported["serves"] = pool.versions if pool is not None else None
         publisher = Publisher(source, pool, SyncConfig(transport="nccl", bucket_bytes=BUCKET_BYTES))
         publisher.publish(4)
         with mock.patch.object(GroupWriter, "finish", damaging(GroupWriter.finish)):
             try:
                 publisher.publish(5)
             except SyncError as error:
-                told["damaged"] = str(error)
-        told["failed"] = pool.versions if pool is not None else None
-    return told
+                reported["damaged"] = str(error)
+        reported["failed"] = pool.versions if pool is not None else None
+    return reported

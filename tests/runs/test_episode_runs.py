@@ -142,8 +142,8 @@ def test_what_was_trained_is_sampled_again(resumed: Path) -> None:
     command = [sys.executable, "-m", "megasync", "replay", str(resumed), "--step", "1-4", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    first, *_, last = told["steps"]
-    assert told["same"] and first["compared_tokens"] == first["tokens"] > 0 and first["largest_gap"] < 1e-5
+    reported = json.loads(done.stdout)
+    first, *_, last = reported["steps"]
+    assert reported["same"] and first["compared_tokens"] == first["tokens"] > 0 and first["largest_gap"] < 1e-5
     assert not first["without_weights"] and set(last["without_weights"]) <= {"2"}
     assert last["compared_tokens"] + last["later_tokens"] + last["without_weights"].get("2", 0) == last["tokens"]

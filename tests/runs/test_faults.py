@@ -159,13 +159,13 @@ class Unstartable(ReplicaActors):
         """There is no Ray."""
 
 
-def test_a_start_that_fails_is_tried_again_and_told() -> None:
+def test_a_start_that_fails_is_tried_again_and_reported() -> None:
     actors = Unstartable(works_at=3)
     actors.replace(1)
     assert actors.rejoin(2, 30.0) and actors.members == [0, 1]
-    told = actors.drain_notes()
-    assert [text.partition(";")[0] for text in told] == [f"replica 1 did not start, attempt {n} of 3" for n in (1, 2)]
-    assert told[0].endswith("it is tried again: no memory at start 1") and actors.drain_notes() == []
+    reported = actors.drain_notes()
+    assert [text.partition(";")[0] for text in reported] == [f"replica 1 did not start, attempt {n} of 3" for n in (1, 2)]
+    assert reported[0].endswith("it is tried again: no memory at start 1") and actors.drain_notes() == []
 
 
 def test_a_replica_that_never_starts_is_given_up() -> None:

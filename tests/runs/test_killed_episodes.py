@@ -64,7 +64,7 @@ def test_each_prompt_is_trained_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     others = [f"{key}={value}" for key, value in {**OTHER, "rollout.episode": f"{EPISODES}:short"}.items()]
     again = launch(config, *others, f"run.steps={done + 4}", ranks=1)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "what is played has changed" in again.stdout + again.stderr
+    assert "sampling parameters or episode have changed" in again.stdout + again.stderr
     lines, records = metrics(run.folder), [load_record(path) for path in paths_of(run.folder).values()]
     assert [line["step"] for line in lines] == [record.step for record in records] == list(range(1, done + 5))
     keys = [group.key for record in records for group in record.groups]

@@ -206,10 +206,10 @@ def test_a_number_of_nodes_that_can_never_do_is_refused(supervised: Path) -> Non
 SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() - 60\n"
 
 
-def assert_is_refused(supervised: Path, found: Sequence[tuple[int, str]], *told: str) -> None:
+def assert_is_refused(supervised: Path, found: Sequence[tuple[int, str]], *reported: str) -> None:
     for code, said in found:
         assert code == 2, said
-        assert all(words in said for words in told), said
+        assert all(words in said for words in reported), said
     assert not (supervised.parent / "runs" / "refused" / "metrics.jsonl").exists()
 
 
@@ -223,8 +223,8 @@ def test_what_differs_is_refused_by_name(pair: Sequence[Node], supervised: Path,
         found = together(pair, supervised, "run.name=refused", second=["run.seed=1"], root=clone)
     finally:
         pair[1].start(["umount", model], os.environ).wait()
-    told = [f"{name}: other code than the other nodes", f"{name}: another config\n  here:   run.seed 1 (elsewhere 0)"]
-    assert_is_refused(supervised, found, *told, f"{name}: other files\n  here:   model.path 0 files, 0 bytes")
+    reported = [f"{name}: other code than the other nodes", f"{name}: another config\n  here:   run.seed 1 (elsewhere 0)"]
+    assert_is_refused(supervised, found, *reported, f"{name}: other files\n  here:   model.path 0 files, 0 bytes")
 
 
 def test_another_clock_is_refused_by_name(pair: Sequence[Node], supervised: Path, tmp_path: Path) -> None:

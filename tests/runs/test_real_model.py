@@ -166,8 +166,8 @@ def test_a_task_is_written_and_scored_by_its_generator(reasoning_gym: Any, tmp_p
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in FILES)
     for line in train:
         right, wrong = line["answer"], str(int(line["answer"]) + 100)
-        told = [right, f"<answer>{right}</answer>", f"So it is {right}.", f"{wrong}? <answer> {right} </answer>"]
-        assert [score(response, line) for response in told] == [1.0] * 4
+        reported = [right, f"<answer>{right}</answer>", f"So it is {right}.", f"{wrong}? <answer> {right} </answer>"]
+        assert [score(response, line) for response in reported] == [1.0] * 4
         assert score(f"{right} <answer>{wrong}</answer>", line) < 1 and score(wrong, line) < 1
     assert score("", train[0]) == 0
 

@@ -70,14 +70,14 @@ def test_a_run_says_what_it_will_do_and_where_its_results_are(first_start: tuple
     folder, said = first_start
     lines = said.splitlines()
     begin = lines.index("megasync: grpo run 'run'")
-    told = dict(re.findall(r"^  ([\w ]+): +(.*)$", "\n".join(lines[begin + 1 : begin + 11]), flags=re.MULTILINE))
-    assert "qwen3, 989 k parameters, float32" in told["model"] and told["layout"] == "2 ranks (data 2), wrap megatron_fsdp"
-    assert "8 prompts x 4 samples a step, up to 8 tokens" in told["rollouts"] and told["reward"] == "token_count"
+    seen = dict(re.findall(r"^  ([\w ]+): +(.*)$", "\n".join(lines[begin + 1 : begin + 11]), flags=re.MULTILINE))
+    assert "qwen3, 989 k parameters, float32" in seen["model"] and seen["layout"] == "2 ranks (data 2), wrap megatron_fsdp"
+    assert "8 prompts x 4 samples a step, up to 8 tokens" in seen["rollouts"] and seen["reward"] == "token_count"
     counts = "data.train has 200 examples; data.eval.small has 2 examples; data.eval.sums has 12 examples"
-    assert told["data"] == counts
-    assert re.fullmatch(r"'xyz \d+\+\d+=' \(\d+ tokens; answer '\d+'\)", told["first prompt"])
-    assert told["folder"] == str(folder) and told["resumes"] == "nothing: from the weights of model.path"
-    assert told["will do"] == "steps 1 to 6; evaluation every 3 steps, after the last; checkpoint every 3 steps, after the last"
+    assert seen["data"] == counts
+    assert re.fullmatch(r"'xyz \d+\+\d+=' \(\d+ tokens; answer '\d+'\)", seen["first prompt"])
+    assert seen["folder"] == str(folder) and seen["resumes"] == "nothing: from the weights of model.path"
+    assert seen["will do"] == "steps 1 to 6; evaluation every 3 steps, after the last; checkpoint every 3 steps, after the last"
     done, places = lines[-2:]
     assert re.fullmatch(r"done: 6 steps, \d+ s", done)
     assert (
@@ -306,5 +306,5 @@ def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path,
     newest = max(path.name for path in (tmp_path / "runs" / "run" / "checkpoints").iterdir())
     assert newest == f"step_{len(done):08}", "the steps before it are not lost"
     reward = "tests.runs.train_cases:breaking_reward"
-    told = (f"the reward {reward} raised RuntimeError: broken on purpose", "data line: ", "response: ")
-    assert all(words in said for words in told) and "in breaking_reward" in said, said
+    seen = (f"the reward {reward} raised RuntimeError: broken on purpose", "data line: ", "response: ")
+    assert all(words in said for words in seen) and "in breaking_reward" in said, said

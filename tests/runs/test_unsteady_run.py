@@ -138,7 +138,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the launcher, which makes the check that `train --check` makes."""
     config = write_config(tmp_path)
-    for override, told in {
+    for override, reported in {
         "engine.warp=ddp": "engine.wrap",
         "engine.wrap=fsdp2": "megatron_fsdp",
         "run.steps=many": "run.steps",
@@ -148,7 +148,7 @@ def test_bad_input_is_one_screen_and_exit_code_2(tmp_path: Path, capsys: pytest.
         with pytest.raises(SystemExit) as left:
             cli.main(["train", "--check", str(config), override])
         said = capsys.readouterr().err
-        assert left.value.code == 2 and told in said and len(said.splitlines()) < 25, said
+        assert left.value.code == 2 and reported in said and len(said.splitlines()) < 25, said
     done = launch(config, "engine.parallel.tensor=3")
     assert done.returncode == 2
     assert "engine.parallel.tensor" in done.stderr and "Traceback" not in done.stderr
@@ -180,5 +180,5 @@ def test_a_run_that_stops_at_its_accuracy_writes_its_last_checkpoint(tmp_path: P
     assert num_steps < 60
     assert f"done: {num_steps} steps of 60, as the held-out accuracy 1.000 has reached run.stop_at_accuracy = 1," in said
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{num_steps:08d}"]
-    told = f"{run}: the accuracy is 1 after {num_steps} steps; for more of them raise run.stop_at_accuracy\n"
-    assert train(config, ranks=1) == (0, told) and len(metrics(run)) == num_steps
+    reported = f"{run}: the accuracy is 1 after {num_steps} steps; for more of them raise run.stop_at_accuracy\n"
+    assert train(config, ranks=1) == (0, reported) and len(metrics(run)) == num_steps

@@ -201,8 +201,8 @@ def left_running(marker: str) -> list[str]:
     deadline = time.monotonic() + END_SECONDS
     while (left := [*processes_with(marker), *filter(os.path.exists, folders)]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    told = [each if isinstance(each, str) else command_of(each) for each in left]
-    return [text for text in told if text]
+    reported = [each if isinstance(each, str) else command_of(each) for each in left]
+    return [text for text in reported if text]
 
 
 def far_listeners(marker: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Episodes with one mistake each, by the prompt of their task: test_bad_inputs.py has what is told of them."""
+"""Episodes with one mistake each, by the prompt of their task: test_bad_inputs.py has their messages."""
 
 from __future__ import annotations
 

@@ -251,9 +251,9 @@ class Endless(Guess):
 
 
 class Walk:
-    """Three steps. It answers otherwise once it is told to by a file; `calls`: of reset and step, of this object."""
+    """Three steps. It answers differently once a file exists; `calls`: of reset and step, of this object."""
 
-    told_to = Path(tempfile.gettempdir()) / "megasync-test-answers-otherwise"
+    switch = Path(tempfile.gettempdir()) / "megasync-test-answers-otherwise"
 
     def __init__(self, task: Task) -> None:
         self.place = self.calls = 0
@@ -264,7 +264,7 @@ class Walk:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.place, self.calls = self.place + 1, self.calls + 1
-        said = "0" if self.told_to.exists() else str(self.place)
+        said = "0" if self.switch.exists() else str(self.place)
         return said, 1.0, self.place == 3, False, {"calls": self.calls}
 
 
@@ -288,12 +288,12 @@ class BadState(Walk):
 
 async def chance(task: Task, model: Any) -> Result:
     """Its tool says something else each time that it is called."""
-    ids, told = list(task.prompt_ids), []
+    ids, reported = list(task.prompt_ids), []
     for number in range(3):
         ids += (await model.complete(ids)).token_ids
-        told.append(await model.call(drawn, number))
-        ids += model.encode(told[-1])
-    return Result(1.0, {}, {"told": told})
+        reported.append(await model.call(drawn, number))
+        ids += model.encode(reported[-1])
+    return Result(1.0, {}, {"reported": reported})
 
 
 def drawn(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Episodes of whole runs under random kills (tests/fuzz_runs.py): what each is worth can be told from its line of samples.jsonl.
+"""Episodes of whole runs under random kills (tests/fuzz_runs.py): each reward follows from its line of samples.jsonl.
 
 Two turns, with two tools at once between them, each of which leaves a program behind that nobody but the run's own keepers ends.
 """

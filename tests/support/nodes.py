@@ -83,8 +83,8 @@ class Node:
     def processes(self) -> list[str]:
         """Of this node, without its first, which waits for nobody: who has ended as its child stays a zombie."""
         command = ["nsenter", "-t", str(self.init), "-p", "-m", "ps", "-eo", "stat,pid,args", "--no-headers"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True)
-        alive = [line.split(maxsplit=1)[1] for line in told.stdout.splitlines() if not line.startswith("Z")]
+        reported = subprocess.run(command, capture_output=True, text=True, check=True)
+        alive = [line.split(maxsplit=1)[1] for line in reported.stdout.splitlines() if not line.startswith("Z")]
         return [line for line in alive if "sleep infinity" not in line and "ps -eo" not in line]
 
     def kill(self) -> None:

@@ -154,7 +154,7 @@ def test_sockets_lie_where_their_paths_are_short_enough(folder: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["cuda.shm.0.{pid:x}.test{some}", "torch_{pid}_{some}_0"])
-def test_what_cuda_and_torch_keep_of_a_process_is_told_from_that_of_others(name: str) -> None:
+def test_what_cuda_and_torch_keep_of_a_process_is_reported_from_that_of_others(name: str) -> None:
     paths = [f"/dev/shm/{name}".format(pid=pid, some=uuid4().hex[:8]) for pid in (2**31 - 2, 2**31 - 3)]
     mine, another = map(Path, paths)
     try:

@@ -107,7 +107,7 @@ def test_one_that_was_lost_and_is_there_again_before_the_next_sync_has_come() ->
     actors.close()
 
 
-def test_what_has_no_room_is_told_with_the_numbers() -> None:
+def test_what_has_no_room_is_reported_with_the_numbers() -> None:
     assert room_problem({"a": 4}, 4, 1, "CPU") == ""
     assert "rollout.replicas=9 times rollout.tensor_parallel=1 needs 9 CPUs, Ray has 4" in room_problem({"a": 4}, 9, 1, "CPU")
 

@@ -133,7 +133,7 @@ class Lanes:
         return ours
 
     def sync(self, version: int, sync_index: int, seconds: float = 0.0, damaged: tuple[int, int] = (-1, -1)) -> None:
-        """Begin a pass; `damaged`: of each lane the bucket, counted in the lane, whose digest is told wrongly."""
+        """Begin a pass; `damaged`: of each lane the bucket, counted in the lane, whose digest is wrong."""
         for pipe in self.readers:
             pipe.send(sync_index)
         for pipe, bucket in zip(self.senders, damaged, strict=True):
@@ -143,11 +143,11 @@ class Lanes:
         """Of these readers, once they are through."""
         found = []
         for index in range(self.num_readers) if who is None else who:
-            told = self.readers[index].recv() if self.readers[index].poll(SECONDS + 10) else "no answer"
-            found.append(self.readers[index].recv() if told == "under way" else told)
+            reported = self.readers[index].recv() if self.readers[index].poll(SECONDS + 10) else "no answer"
+            found.append(self.readers[index].recv() if reported == "under way" else reported)
         return found
 
-    def told(self, rank: int) -> str:
+    def reported(self, rank: int) -> str:
         """What went wrong for this sender, once its pass is over."""
         return str(self.senders[rank].recv()) if self.senders[rank].poll(SECONDS + 10) else "no answer"
 

@@ -91,12 +91,12 @@ def test_damage_is_found_at_the_end_and_named(group) -> None:
     futures = group.receive()
     with suppress(TransportError):  # it may hear of it before it ends
         group.send(damage=2)
-    told = []
+    reported = []
     for future in futures:  # one finds it, the other one finds it too or hears of it
         with pytest.raises(TransportError, match=r"bucket 2 of \d of stage 0 \(.*\) arrived damaged") as caught:
             future.result(20)
-        told.append(caught.type)
-    assert DamagedError in told
+        reported.append(caught.type)
+    assert DamagedError in reported
 
 
 def test_a_reader_that_fails_stops_the_sender_and_the_other_readers() -> None:
@@ -158,10 +158,10 @@ class UnderWay:
 
 
 @pytest.mark.parametrize(
-    ("aborts", "deadline", "told"),
+    ("aborts", "deadline", "reported"),
     [(True, 60.0, "aborted: a reader died"), (False, -60.0, "deadline passed: waits for the others")],
 )
-def test_what_waits_in_a_call_is_freed_and_nothing_is_taken_for_arrived(aborts: bool, deadline: float, told: str) -> None:
+def test_what_waits_in_a_call_is_freed_and_nothing_is_taken_for_arrived(aborts: bool, deadline: float, reported: str) -> None:
     """On GPUs a call can wait where a kernel is loaded behind a broadcast that never ends; nobody looks for aborts then."""
     channel, _ = Channel.listen(1, CPU)
     channel.others, channel.stream, under_way = "the others", UnderWay(), UnderWay()
@@ -174,7 +174,7 @@ def test_what_waits_in_a_call_is_freed_and_nothing_is_taken_for_arrived(aborts: 
         assert not under_way.ended.is_set()
         channel.publish(ABORT, b"a reader died")
     assert under_way.ended.wait(10)
-    with pytest.raises(TransportError, match=told):
+    with pytest.raises(TransportError, match=reported):
         channel.wait(under_way, time.monotonic() + 60, "a broadcast")
     watch.join()
 

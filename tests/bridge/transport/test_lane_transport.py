@@ -35,8 +35,8 @@ def test_all_readers_get_all_of_it_time_after_time_and_find_damage_on_every_way(
             assert lanes.results() == [expected(10 + index)] * num_readers
             assert [pipe.recv() for pipe in lanes.senders] == [None, None]
         lanes.sync(20, 3, damaged=(-1, 2))
-        told = lanes.results()
-        assert all("bucket 5 of" in text and "arrived damaged" in text for text in told), told
+        seen = lanes.results()
+        assert all("bucket 5 of" in text and "arrived damaged" in text for text in seen), seen
     finally:
         lanes.close()
 
@@ -44,8 +44,8 @@ def test_all_readers_get_all_of_it_time_after_time_and_find_damage_on_every_way(
 def test_a_sender_that_is_killed_is_named(lanes: Lanes) -> None:
     lanes.sync(10, 0, seconds=0.3)
     lanes.kill(1)
-    told = lanes.results()
-    assert all("lane 1 of 2 of stage 0, from trainer rank 1" in text for text in told), told
+    seen = lanes.results()
+    assert all("lane 1 of 2 of stage 0, from trainer rank 1" in text for text in seen), seen
 
 
 @BOTH_DEVICES
@@ -55,9 +55,9 @@ def test_a_reader_that_is_killed_is_named_by_who_sends_to_it_and_who_waits_behin
     try:
         lanes.sync(10, 0, seconds=0.3)
         lanes.kill(2)
-        told = lanes.results([1, 2][: num_readers - 1])
-        assert any("replica 0 worker 0" in text for text in told), told
-        assert all("replica 0 worker 0" in text or "lane 0 of 2 of stage 0, from trainer rank 0" in text for text in told), told
-        assert "replica 0 worker 0" in lanes.told(0)
+        seen = lanes.results([1, 2][: num_readers - 1])
+        assert any("replica 0 worker 0" in text for text in seen), seen
+        assert all("replica 0 worker 0" in text or "lane 0 of 2 of stage 0, from trainer rank 0" in text for text in seen), seen
+        assert "replica 0 worker 0" in lanes.seen(0)
     finally:
         lanes.close()

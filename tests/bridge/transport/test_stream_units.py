@@ -54,7 +54,7 @@ class LostPool(ReadingPool):
         raise ConnectionError("Ray is gone")
 
 
-def test_an_error_on_leaving_a_sync_is_told_and_hides_nothing() -> None:
+def test_an_error_on_leaving_a_sync_is_reported_and_hides_nothing() -> None:
     publisher = Publisher(DictSource({"t": torch.zeros(3)}), LostPool({}), SyncConfig(transport="shm"))
     with pytest.raises(SyncError, match=r"the replicas do not answer.*rank 0: on leaving the sync: ConnectionError: Ray is"):
         publisher.publish(1)

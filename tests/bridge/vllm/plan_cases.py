@@ -83,7 +83,7 @@ def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[st
 
 
 def misdigested(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Tensors whose digest, put together of all workers' parts, is another than the whole tensor's; told by the first worker."""
+    """Tensors whose digest, put together of all workers' parts, differs from the whole tensor's; reported by the first worker."""
     digests = digest_whole(hf_slices(model, lambda _: True), tensor_group())
     if not digests:
         return ["all of them"] * (dist.get_rank() == 0)

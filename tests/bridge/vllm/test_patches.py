@@ -44,7 +44,7 @@ def test_a_fork_returns_what_was_found_and_leaves_this_process_as_it_was() -> No
     assert seen == []
 
 
-def test_what_goes_wrong_in_a_fork_is_told() -> None:
+def test_what_goes_wrong_in_a_fork_is_reported() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         patches.run_in_fork(lambda: 1 // 0)
     with pytest.raises(RuntimeError, match="ended without an answer"):

@@ -51,14 +51,14 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
     for rank, results in enumerate(all_results):
         for family, result in results.items():
             assert result["fallback"] == {} and result["problem"] == "", family
-            is_told = family == "deepseek_v3" and rank == 0
+            is_reported = family == "deepseek_v3" and rank == 0
             stale = "vLLM holds different values of model.layers.0.self_attn.kv_b_proj.weight in layers that share it"
-            assert result["stale"] == stale * is_told
+            assert result["stale"] == stale * is_reported
             assert result["unplanned"] == [], family
             assert result["differing"] == [], family
             assert result["read_back"] == [], family
             assert result["digests"] == [], family
             assert result["windows"] == layer_windows(AutoConfig.from_pretrained(folders[family][0]).to_dict()), family
-            is_told = tensor_parallel == 2 and rank == 0
-            assert result["disagreement"] == "workers of one replica hold different values of model.norm.weight" * is_told
+            is_reported = tensor_parallel == 2 and rank == 0
+            assert result["disagreement"] == "workers of one replica hold different values of model.norm.weight" * is_reported
             assert result["num_parameters"] > 20

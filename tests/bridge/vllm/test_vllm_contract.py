@@ -100,7 +100,7 @@ def test_the_engine_has_the_calls_of_a_sync() -> None:
     assert api.START_FAILURE in inspect.getsource(core)
 
 
-def test_processes_of_a_replica_spin_for_a_second_after_a_message_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_replica_spin_for_a_second_after_a_message_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm_patches.spin_less changes a default that all callers take."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -179,25 +179,25 @@ def test_a_finish_asks_for_all_that_this_vllm_has_in_order() -> None:
 
     class Plain:
         def __init__(self) -> None:
-            self.told: list[str] = []
+            self.reported: list[str] = []
 
         async def finish_weight_update(self) -> None:
-            self.told.append("finish")
+            self.reported.append("finish")
 
         async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
-            self.told.append("reset running" if reset_running_requests else "reset")
-            return len(self.told) != 2
+            self.reported.append("reset running" if reset_running_requests else "reset")
+            return len(self.reported) != 2
 
     class Stamping(Plain):
         async def update_weight_version(self, new_version: str) -> None:
-            self.told.append(new_version)
+            self.reported.append(new_version)
 
     plain, stamping = Plain(), Stamping()
     assert not asyncio.run(api.finish_update(plain, 7, adapter=False, recompute=True))
     assert asyncio.run(api.finish_update(Stamping(), 7, adapter=False, recompute=False))
     assert not asyncio.run(api.finish_update(stamping, 7, adapter=True, recompute=False))
-    assert plain.told == ["finish", "reset running"]
-    assert stamping.told == ["7", "reset"], "vLLM's own finish drops adapters"
+    assert plain.reported == ["finish", "reset running"]
+    assert stamping.reported == ["7", "reset"], "vLLM's own finish drops adapters"
     methods = {name for name in dir(AsyncLLM) if name in dir(stamping) and not name.startswith("_")}
     assert {"finish_weight_update", "reset_prefix_cache"} <= methods
 

@@ -30,8 +30,8 @@ def output(tokens: list[int], name: str = "0", **fields: Any) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
     column = np.array(tokens, np.int32).reshape(-1, 1)
-    told = LogprobsLists(column, column / 8, column[:, 0])
-    return EngineCoreOutput(name, list(tokens), new_logprobs=told, routed_experts=column[:, None].astype(np.uint8), **fields)
+    reported = LogprobsLists(column, column / 8, column[:, 0])
+    return EngineCoreOutput(name, list(tokens), new_logprobs=reported, routed_experts=column[:, None].astype(np.uint8), **fields)
 
 
 STEPS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), min_size=1, max_size=6)
@@ -100,9 +100,9 @@ def test_what_is_relied_on_in_vllm() -> None:
     assert "self.scheduler: " in inspect.getsource(EngineCore.__init__)
     assert isinstance(Request.num_output_tokens, property) and callable(Request.is_finished)
     assert LogprobsLists._fields[:3] == ("logprob_token_ids", "logprobs", "sampled_token_ranks")
-    told = set(EngineCoreOutputs.__struct_fields__)
-    assert {"outputs", *outputs.BATCH_FIELDS} <= told
-    assert told <= {"engine_index", "outputs", "timestamp", "utility_output", "weight_version", *outputs.BATCH_FIELDS}
+    reported = set(EngineCoreOutputs.__struct_fields__)
+    assert {"outputs", *outputs.BATCH_FIELDS} <= reported
+    assert reported <= {"engine_index", "outputs", "timestamp", "utility_output", "weight_version", *outputs.BATCH_FIELDS}
     assert {"new_prompt_logprobs_tensors", "kv_transfer_params"} <= set(outputs._other_fields(EngineCoreOutput))
     assert set(outputs.JOINED) <= set(EngineCoreOutput.__struct_fields__)
     assert not outputs._has_content(EngineCoreOutputs())

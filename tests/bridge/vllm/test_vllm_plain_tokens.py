@@ -64,7 +64,7 @@ class Core:
         self.scheduler = kind(config, cache, StructuredOutputManager(config), block_size=BLOCK)
         self.depth = 2 if is_async else 1
         self.steps: deque[tuple[Any, list[str]]] = deque()
-        self.told: dict[str, list[Any]] = defaultdict(list)
+        self.seen: dict[str, list[Any]] = defaultdict(list)
 
     def add(self, name: str, prompt: list[int], **fields: Any) -> None:
         from vllm.v1.request import Request
@@ -95,11 +95,11 @@ class Core:
         names = list(scheduled.num_scheduled_tokens)
         tokens = [self._token(name) if name in ended else [] for name in names]
         column = np.array([each[0] if each else 0 for each in tokens], np.int32).reshape(-1, 1)
-        told = LogprobsLists(np.repeat(column, 3, 1), np.float32(column) / 7 - np.arange(3, dtype=np.float32), column[:, 0] + 1)
-        ran = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens, logprobs=told)
+        seen = LogprobsLists(np.repeat(column, 3, 1), np.float32(column) / 7 - np.arange(3, dtype=np.float32), column[:, 0] + 1)
+        ran = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens, logprobs=seen)
         for each in self.scheduler.update_from_output(scheduled, ran).values():
             for output in each.outputs:
-                self.told[output.request_id].append(output)
+                self.seen[output.request_id].append(output)
 
     def _token(self, name: str) -> list[int]:
         request = self.scheduler.requests.get(name)
@@ -154,7 +154,7 @@ def test_a_scheduler_goes_through_the_same_states_and_tells_the_same(
     else:
         raise AssertionError("not done in 400 steps")
     for number, fields in enumerate(requests):
-        parts, whole = theirs.told[str(number)], ours.told[str(number)]
+        parts, whole = theirs.seen[str(number)], ours.seen[str(number)]
         if fields["stop"]:  # the front end looks at each token
             assert [each.new_token_ids for each in whole] == [each.new_token_ids for each in parts]
         elif not parts or parts[-1].finish_reason is None:
@@ -192,7 +192,7 @@ def test_most_tokens_go_the_plain_way(config: Callable[[str], Any], monkeypatch:
         core.add(name, [1, 2], max_new_tokens=30)
     while core.scheduler.requests:
         core.step()
-    assert [len(core.told[name][0].new_token_ids) for name in ("0", "1")] == [30, 30]
+    assert [len(core.seen[name][0].new_token_ids) for name in ("0", "1")] == [30, 30]
     assert sum(by_upstream) == 4  # the first and the last of each
 
 

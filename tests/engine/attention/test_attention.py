@@ -64,9 +64,9 @@ def use_library(library: str, size: int, window: int) -> None:
     fields: dict[str, Any] = {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": [1], "num_layers": 1}
     heads = {"kv_channels": size, "num_attention_heads": 4, "num_query_groups": 2, "multi_latent_attention": False}
     config = SimpleNamespace(**fields, **heads, params_dtype=torch.bfloat16)
-    told = flash.choose("torch" if library == "torch" else "auto", config)
-    if not told.startswith(library):
-        pytest.skip(told)
+    reported = flash.choose("torch" if library == "torch" else "auto", config)
+    if not reported.startswith(library):
+        pytest.skip(reported)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ def test_fused_equals_plain_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     check(run_ranks(1, "tests.engine.attention.fused_cases:differences", {"lengths": [2048, 700, 1300]})[0])
 
 
-def test_the_outcome_is_told() -> None:
+def test_the_outcome_is_reported() -> None:
     from engine.attention import fused
 
     assert fused.describe("none") == "engine.fusions=none: off"

@@ -92,28 +92,28 @@ def failing_save(path: str, root: str) -> dict[str, Any]:
         values = itertools.count()
         digest = (lambda tensor: next(values)) if is_wrong else digest_tensor
         saving = save(built, Path(root), path, digest=digest, asynchronous=True)
-        told, left = "", []
+        reported, left = "", []
         try:
             saving.wait()
         except checkpoint.CheckpointError as error:
-            told = str(error)
+            reported = str(error)
             dist.barrier()  # rank 0 takes away what there is
             left = sorted(file.name for file in Path(root).iterdir())
         dist.barrier()  # before it begins the next one
         whole = save(built, Path(root), path, digest=digest_tensor, asynchronous=True).wait()
         files = sorted(file.name for file in Path(root).iterdir())
-        return {"told": told, "left": left, "then": files, "hf": len(list((whole / "hf").glob("*.safetensors")))}
+        return {"reported": reported, "left": left, "then": files, "hf": len(list((whole / "hf").glob("*.safetensors")))}
 
 
 def early_failures(path: str, root: str) -> dict[str, str]:
     """What a save says where the first files of a checkpoint cannot be written: on rank 0, on the last rank, of adapters."""
-    told = {}
+    reported = {}
     with engine(path, name="sft") as built:
         rank = built.layout.rank
 
         def attempt(name: str, limit_bytes: int, *, is_limited: bool, **options: Any) -> None:
             with file_limit(limit_bytes if is_limited else resource.RLIM_INFINITY):
-                told[name] = failure(lambda: save(built, Path(root) / name, path, **options).wait())
+                reported[name] = failure(lambda: save(built, Path(root) / name, path, **options).wait())
 
         for asynchronous in (False, True):
             attempt(f"random states {asynchronous}", 1000, is_limited=rank > 0, asynchronous=asynchronous)
@@ -126,7 +126,7 @@ def early_failures(path: str, root: str) -> dict[str, str]:
         size = (Path(root) / "whole" / f"step_{STOP:08d}" / "random_00000.pt").stat().st_size
         for asynchronous in (False, True):
             attempt(f"adapter {asynchronous}", size + 1000, is_limited=rank == 0, asynchronous=asynchronous)
-    return told
+    return reported
 
 
 def failure(work: Callable[[], Any]) -> str:
@@ -143,23 +143,23 @@ def strictness(path: str, root: str) -> dict[str, str]:
         history(built, 0, 1)
         folder = save(built, Path(root), path).wait()
         file = folder / INDEX_FILE
-        index, told = file.read_text(), {}
+        index, reported = file.read_text(), {}
         for name, change in WRONG.items():
             wrong = json.loads(index)
             change(wrong["tensors"])
             file.write_text(json.dumps(wrong))
-            told[name] = refusal(folder, built)
+            reported[name] = refusal(folder, built)
         file.write_text(index)
         tensors = load_file(folder / "rank_00000-000.safetensors")
         one, other = (f"weight {QKV.format(layer)} 0,0" for layer in (0, 1))
         save_file({**tensors, one: tensors[other], other: tensors[one]}, folder / "rank_00000-000.safetensors")
-        told["layers"] = refusal(folder, built)
+        reported["layers"] = refusal(folder, built)
         file.write_text("{")
-        told["damaged"] = refusal(folder, built)
+        reported["damaged"] = refusal(folder, built)
         file.unlink()
         (folder / "rank_00000.pt").touch()
-        told["older"] = refusal(folder, built)
-    return told
+        reported["older"] = refusal(folder, built)
+    return reported
 
 
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
@@ -181,7 +181,7 @@ def refusal(folder: Path, built: Engine) -> str:
 
 def damages_of_one_rank(path: str, root: str) -> dict[str, str]:
     """What resuming says on this rank to files that rank 1 alone reads: the first half of them, nothing, another weight."""
-    told = {}
+    reported = {}
     with engine(path, name="sft") as built:
         folder = save(built, Path(root), path).wait()
         tensors, random = folder / "rank_00001-000.safetensors", folder / random_file(1)
@@ -191,7 +191,7 @@ def damages_of_one_rank(path: str, root: str) -> dict[str, str]:
             if built.layout.rank == 0:
                 change()
             dist.barrier()
-            told[name] = refusal(folder, built)
+            reported[name] = refusal(folder, built)
 
         for file in (random, tensors):
             whole = file.read_bytes()
@@ -200,7 +200,7 @@ def damages_of_one_rank(path: str, root: str) -> dict[str, str]:
         values = load_file(tensors)
         next(value for name, value in values.items() if name.startswith("weight ")).add_(1)
         attempt("weight", partial(save_file, values, tensors))
-    return told
+    return reported
 
 
 def wrote(root: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:

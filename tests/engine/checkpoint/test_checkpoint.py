@@ -26,11 +26,11 @@ from tests.runs.train_cases import metrics, train, write_config
 def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, how: str) -> None:
     model = str(write_tiny_model(tmp_path / "model", "qwen3", True, num_hidden_layers=1))
     arguments = {"path": model, "root": str(tmp_path / "checkpoints"), "how": how, "marker": str(tmp_path / "executed")}
-    (told,) = run_ranks(1, "tests.engine.step_cases:restore_planted", arguments)
-    print(told)
+    (reported,) = run_ranks(1, "tests.engine.step_cases:restore_planted", arguments)
+    print(reported)
     assert not (tmp_path / "executed").exists()
     expected = {"tensors": "rank_00000-000.safetensors: cannot be read", "index": "index.json: is damaged"}
-    assert expected.get(how, "random_00000.pt: holds objects that no checkpoint of this version has") in told
+    assert expected.get(how, "random_00000.pt: holds objects that no checkpoint of this version has") in reported
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -102,11 +102,11 @@ def test_a_fresh_run_leaves_a_former_one_as_it_is(tmp_path: Path) -> None:
 
     run("run.steps=5")
     before = content(folder)
-    told = run("run.steps=2", "checkpoint.resume=never")
+    reported = run("run.steps=2", "checkpoint.resume=never")
     print(steps_of(folder), sorted(path.name for path in folder.parent.iterdir()))
     assert steps_of(folder) == [1, 2] and len(metrics(folder)) == 2
     assert content(former) == before and steps_of(former) == [3, 4, 5]
-    assert str(former) in told
+    assert str(former) in reported
     run("run.steps=3", "checkpoint.resume=auto")
     assert steps_of(folder) == [1, 2, 3] and [line["step"] for line in metrics(folder)] == [1, 2, 3]
     assert content(former) == before

@@ -88,11 +88,11 @@ def test_newer_weights_go_on_with_moments_of_a_checkpoint(models: dict[str, str]
         assert found["former"] and found["later"] and all(loss > 0 for loss, _ in found["losses"])
 
 
-def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_nothing(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_leaves_nothing(models: dict[str, str], tmp_path: Path) -> None:
     results = run_ranks(2, "tests.engine.checkpoint.resume_cases:failing_save", {"path": models["dense"], "root": str(tmp_path)})
     for result in results:
-        assert "rank 1" in result["told"] and "differs from what was exported" in result["told"]
-        assert "rank 0" not in result["told"]
+        assert "rank 1" in result["seen"] and "differs from what was exported" in result["seen"]
+        assert "rank 0" not in result["seen"]
         assert result["left"] == [] and result["then"] == ["step_00000002"]
         assert result["hf"] > 1, "each rank has written a part"
 
@@ -101,10 +101,10 @@ def test_first_files_that_cannot_be_written_are_told_on_all_ranks(models: dict[s
     arguments = {"path": models["dense"], "root": str(tmp_path)}
     results = run_ranks(2, "tests.engine.checkpoint.resume_cases:early_failures", arguments, timeout_seconds=120)
     who = {"random states False": 1, "random states True": 1, "progress": 0, "file": 0, "adapter False": 0, "adapter True": 0}
-    for told in results:
-        assert told.pop("whole") == ""
-        assert told.keys() == who.keys()
-        for name, text in told.items():
+    for seen in results:
+        assert seen.pop("whole") == ""
+        assert seen.keys() == who.keys()
+        for name, text in seen.items():
             assert text.startswith(f"the checkpoint was not written: rank {who[name]}: "), (name, text)
             assert f"rank {1 - who[name]}" not in text
             words = "NotADirectoryError" if name == "file" else "File too large"
@@ -112,7 +112,7 @@ def test_first_files_that_cannot_be_written_are_told_on_all_ranks(models: dict[s
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_the_tensor(models: dict[str, str], tmp_path: Path) -> None:
-    (told,) = run_ranks(1, "tests.engine.checkpoint.resume_cases:strictness", {"path": models["dense"], "root": str(tmp_path)})
+    (seen,) = run_ranks(1, "tests.engine.checkpoint.resume_cases:strictness", {"path": models["dense"], "root": str(tmp_path)})
     name = "decoder.layers.{}.self_attention.linear_qkv.weight"
     expected = {
         "missing": f"1 tensors do not fit: {name.format(1)} is missing",
@@ -124,12 +124,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_the_tensor(mod
         "older": "has no index.json: a checkpoint of an older version",
     }
     for what, text in expected.items():
-        print(told[what])
-        assert text in told[what], what
+        print(seen[what])
+        assert text in seen[what], what
 
 
-def test_a_damage_that_one_rank_meets_is_told_on_all(models: dict[str, str], tmp_path: Path) -> None:
-    """Who is not told waits for a rank that has ended, and says that in the place of the file."""
+def test_a_damage_that_one_rank_meets_is_reported_on_all(models: dict[str, str], tmp_path: Path) -> None:
+    """A rank without the message would wait for one that has ended, and report that instead of the file."""
     arguments = {"path": models["dense"], "root": str(tmp_path)}
     zero, one = run_ranks(2, "tests.engine.checkpoint.resume_cases:damages_of_one_rank", arguments)
     print(zero)

@@ -124,6 +124,6 @@ def gradients_against_folder(path: str, folder: str, cases: list[dict[str, Any]]
         elif found:
             expected = load_file(file)
             worst = {name: float((tensor - expected[name]).abs().max()) for name, tensor in found.items()}
-        told = {"worst": worst, "norm": norm, "num_microbatches": num_microbatches, "num_local_experts": num_local}
-        results.append({**told, "log_probs": [value.tolist() for value in values]})
+        reported = {"worst": worst, "norm": norm, "num_microbatches": num_microbatches, "num_local_experts": num_local}
+        results.append({**reported, "log_probs": [value.tolist() for value in values]})
     return results

@@ -130,8 +130,8 @@ def balance_against_hf(path: str, cases: list[dict[str, Any]]) -> list[dict[str,
         loss, expected = _hf_balance(path, samples, [micro for of_rank in each for micro in of_rank if micro], 0.3)
         compared = [name for name in found if name in expected]
         worst = max([float((found[name] - expected[name]).abs().max()) for name in compared], default=0.0)
-        told = {"difference": abs(metrics["loss/load_balancing"] - loss), "num_compared": len(compared), "worst": worst}
-        results.append({**told, "num_microbatches": len(mine), "loss": loss})
+        reported = {"difference": abs(metrics["loss/load_balancing"] - loss), "num_compared": len(compared), "worst": worst}
+        results.append({**reported, "num_microbatches": len(mine), "loss": loss})
     return results
 
 

@@ -123,10 +123,10 @@ def test_only_sampled_tokens_count_each_once_and_members_alike(
             "constant_length": 1 / max(num_members, 1),
         }
         share = shares[config.loss_aggregation] if branch.sampled.is_in_loss else 0.0
-        alone, (wanted,), told = plain_loss([branch.sampled], config)
+        alone, (wanted,), reported = plain_loss([branch.sampled], config)
         expected += alone * share
         assert found == pytest.approx([value * share for value in wanted], rel=2e-5, abs=2e-6)
-        for name, value in told.items():
+        for name, value in reported.items():
             expected_sums[name] = expected_sums.get(name, 0.0) + value * (share if name in ("loss", "policy") else 1.0)
     assert loss == pytest.approx(expected, rel=2e-5, abs=2e-5)
     for name, value in expected_sums.items():

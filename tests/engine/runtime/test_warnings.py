@@ -1,4 +1,4 @@
-"""A rank that no launcher has told which warnings to leave out (`megasync train`) leaves out those of other packages' affairs."""
+"""A rank without a launcher's list of warnings (`megasync train` has one) leaves out the warnings of other packages."""
 
 from __future__ import annotations
 

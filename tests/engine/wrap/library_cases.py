@@ -87,7 +87,7 @@ def trained_with(path: str, wrap: str, root: str) -> dict[str, Any]:
     settings = {"name": "sft", "wrap": wrap, "dtype": "bfloat16", "optimizer": {"warmup_steps": 0}}
     for chosen in ("torch", "auto", "te"):
         with engine(path, kernels=chosen, **settings) as built:
-            found[chosen] = {"told": built.kernels, "history": history(built, 0, 2)}
+            found[chosen] = {"reported": built.kernels, "history": history(built, 0, 2)}
             found[chosen]["adam"] = {type(inner).__name__ for inner in inner_optimizers(built.optimizer)}
             save(built, Path(root) / chosen, path).wait()
             found[chosen]["history"] += history(built, 2, 5)

@@ -108,12 +108,12 @@ def test_kernels_of_other_libraries_train_alike(wrap: str, tmp_path: Path) -> No
     """bf16 on one GPU, heads of 64: and runs go on with another Adam."""
     path = str(write_tiny_model(tmp_path / "model", "qwen2", tied=True, hidden_size=256, num_attention_heads=4))
     (found,) = run_ranks(1, "tests.engine.wrap.library_cases:trained_with", {"path": path, "wrap": wrap, "root": str(tmp_path)})
-    assert "torch and cuDNN" in found["torch"]["told"]
+    assert "torch and cuDNN" in found["torch"]["reported"]
     assert found["torch"]["adam"] == found["auto"]["adam"] == {"AdamW"}
     assert found["te"]["adam"] == {"FusedAdam"}
     for name in ("auto", "te"):
-        assert "attention FlashAttention 3;" in found[name]["told"]
-        assert ("weight gradients torch" in found[name]["told"]) == (wrap == "megatron_fsdp")
+        assert "attention FlashAttention 3;" in found[name]["reported"]
+        assert ("weight gradients torch" in found[name]["reported"]) == (wrap == "megatron_fsdp")
     whole = found["torch"]["history"]
     print(found)
     for name in ("auto", "te"):

@@ -193,7 +193,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_named(
     train.write_text("".join(json.dumps(line) + "\n" for line in lines))
     message = cannot_run(runnable, f"data.train={train}", *overrides)
     assert message.startswith("data.train: line 2: the tokenizer cannot encode ") and "\u00e4" in message.splitlines()[0]
-    assert "remedy: take the line out, or give the tokenizer a token for what it does not know" in message
+    assert "remedy: take the line out, or give the tokenizer an unknown token" in message
 
 
 def test_a_tokenizer_that_ends_prompts_is_refused(runnable: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_what_datasets_saves(tmp_path: Path) -> None:
     assert "data-00000-of-00001.arrow: cut off, or not an Arrow file" in refused(alone)
 
 
-def test_nobody_is_told_to_train_on_the_test(tmp_path: Path) -> None:
+def test_nobody_is_reported_to_train_on_the_test(tmp_path: Path) -> None:
     """Splits of a folder come in the order of their names."""
     for name in ("test", "train"):
         write_jsonl(tmp_path / "a" / f"{name}.jsonl", ROWS)
@@ -120,7 +120,7 @@ def test_nobody_is_told_to_train_on_the_test(tmp_path: Path) -> None:
             data_files(tmp_path / "a", "", key)
 
 
-def test_a_folder_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_read_is_reported_why(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a" / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "a" / "test.jsonl", ROWS)
     assert "holds several splits\n  splits: test, train\n" in refused(tmp_path / "a")
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
     assert "dataset_dict.json: cannot be read" in str(refused(tmp_path / "c"))
 
 
-def test_a_parquet_file_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
+def test_a_parquet_file_that_cannot_be_read_is_reported_why(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     whole = path.read_bytes()
     for content in (whole[:-20], b"", b"nonsense"):
@@ -149,21 +149,21 @@ def test_a_parquet_file_that_cannot_be_read_is_told_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pack", "program"), [(gzip.compress, "gunzip"), (bz2.compress, "bunzip2"), (lzma.compress, "unxz")])
-def test_a_compressed_file_is_told_how_to_unpack(tmp_path: Path, pack: Callable[[bytes], bytes], program: str) -> None:
+def test_a_compressed_file_is_reported_how_to_unpack(tmp_path: Path, pack: Callable[[bytes], bytes], program: str) -> None:
     for name in ("train.jsonl.gz", "train.jsonl", "train.parquet"):
         (tmp_path / name).write_bytes(pack(b'{"question": "1+1=", "answer": "2"}\n'))
         message = refused(tmp_path / name)
         assert f"{name}: is compressed" in message and f"unpack it with {program}" in message
 
 
-def test_a_file_by_another_name_is_told_what_it_is(tmp_path: Path) -> None:
+def test_a_file_by_another_name_is_reported_what_it_is(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS).rename(tmp_path / "a.jsonl")
     assert "a.jsonl: is a Parquet file" in refused(path) and "rename it to a.parquet" in refused(path)
     path.write_bytes(b"\x1b[2J\x00{")
     assert all(line.isprintable() for line in refused(path).splitlines())
 
 
-def test_a_value_that_python_does_not_have_is_told_with_its_column(tmp_path: Path) -> None:
+def test_a_value_that_python_does_not_have_is_reported_with_its_column(tmp_path: Path) -> None:
     far, twice = pa.array([2**62], pa.timestamp("us")), pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["x", "x"])
     for column in (far, twice):
         table = pa.table({"question": ["1+1="], "answer": ["2"], "more": column})
@@ -186,7 +186,7 @@ def test_shards_are_all_there_and_there_once(tmp_path: Path) -> None:
     assert len(load(tmp_path / "own")) == 2 * len(ROWS)
 
 
-def test_a_machine_without_pyarrow_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_pyarrow_is_reported_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setattr("megasync.data.tables.find_spec", lambda _: None)
     assert "needs pyarrow" in refused(path)

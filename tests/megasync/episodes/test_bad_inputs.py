@@ -12,7 +12,7 @@ import pytest
 from megasync.config.errors import ConfigError
 from megasync.episodes.resolve import resolve_episode
 from megasync.train import main
-from tests.megasync.episodes.test_episode_pool import Told, failure, play, pool_of
+from tests.megasync.episodes.test_episode_pool import Reported, failure, play, pool_of
 from tests.support.bad_episodes import KINDS
 from tests.support.chat_families import FAMILIES
 from tests.support.config_files import write_runnable
@@ -89,8 +89,8 @@ def test_what_cannot_play_is_refused_before_anything_starts(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError) as caught:
         resolve_episode(path)
-    told = " ".join(str(caught.value).split())
-    assert f"rollout.episode = {path!r}" in told and REFUSED[path] in told and "remedy: " in told
+    reported = " ".join(str(caught.value).split())
+    assert f"rollout.episode = {path!r}" in reported and REFUSED[path] in reported and "remedy: " in reported
 
 
 def test_the_command_ends_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_the_command_ends_with_two(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
     """All of them side by side in one process, beside a good one."""
     folder = tmp_path_factory.mktemp("model")
     FAMILIES["qwen3"].tokenizer().save_pretrained(folder)
@@ -113,5 +113,5 @@ def test_each_kind_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_a_mistake_is_a_failure_with_its_name(told: Told, kind: str) -> None:
-    assert FAILURES[kind] in failure(told, kind)
+def test_a_mistake_is_a_failure_with_its_name(reported: Reported, kind: str) -> None:
+    assert FAILURES[kind] in failure(reported, kind)

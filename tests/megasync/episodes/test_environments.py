@@ -30,29 +30,29 @@ def texts(of: Any) -> list[str]:
 
 
 def test_gymnasiums_manner_is_played_to_its_end() -> None:
-    told = model("1", "2", "3")
-    result = asyncio.run(play(Guess(Task("", (1,), "2")), Task("Guess.", (1,), "2", seed=7), told))
+    reported = model("1", "2", "3")
+    result = asyncio.run(play(Guess(Task("", (1,), "2")), Task("Guess.", (1,), "2", seed=7), reported))
     assert (result.reward, result.metrics, result.info) == (1.0, {"left": 0.0}, {"turn_rewards": [0.0, 1.0, 0.0]})
-    assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(told)[0] and texts(told)[-1].count("user\nno") == 2
+    assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(reported)[0] and texts(reported)[-1].count("user\nno") == 2
 
 
 def test_skyrl_gyms_environment_is_played_as_it_comes() -> None:
     gym = pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed: pip install skyrl-gym")
     for answer, reward in (("So it is #### 12", 1.0), ("#### 13", 0.0)):
         environment = gym.make("gsm8k", extras={"reward_spec": {"ground_truth": "12"}})
-        told = model(answer)
-        result = asyncio.run(play(environment, Task("7 + 5?", (1,), "12"), told))
-        assert result.reward == reward and len(told.recorder.branches()) == 1
+        reported = model(answer)
+        result = asyncio.run(play(environment, Task("7 + 5?", (1,), "12"), reported))
+        assert result.reward == reward and len(reported.recorder.branches()) == 1
 
 
 def test_skyrl_gyms_turns_are_played_until_the_answer_is_right() -> None:
     """A wrong answer in the right form is worth a fifteenth in each of three turns."""
     pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed: pip install skyrl-gym")
-    task, told = Task("7+5", (1,), "12"), model("11", "#### 11", "#### 12")
-    result = asyncio.run(play(gyms.Skyrl(task), task, told))
+    task, reported = Task("7+5", (1,), "12"), model("11", "#### 11", "#### 12")
+    result = asyncio.run(play(gyms.Skyrl(task), task, reported))
     assert (result.reward, result.metrics) == (pytest.approx(1 + 0.2 / 3), {"steps": 3.0})
     assert sum(result.info["turn_rewards"]) == pytest.approx(result.reward) and len(result.info["turn_rewards"]) == 3
-    assert texts(told)[-1].count("<|im_start|>user") == 3
+    assert texts(reported)[-1].count("<|im_start|>user") == 3
 
 
 def test_what_the_gyms_hold_out_is_nowhere_else() -> None:
@@ -92,8 +92,8 @@ def test_the_tower_of_hanoi_is_played_move_by_move() -> None:
     illegal = best[0].replace("disk 1", "disk 2")  # onto the smaller one
 
     def play_of(*moves: str) -> tuple[Any, list[str]]:
-        told = model(*moves)
-        return asyncio.run(play(hanoi.Hanoi(task), task, told)), texts(told)
+        reported = model(*moves)
+        return asyncio.run(play(hanoi.Hanoi(task), task, reported)), texts(reported)
 
     result, said = play_of(*best)
     assert (result.reward, result.metrics) == (1.0, {"solved": 1.0}) and said[-1].count(f">{target + 1}<|im_end|>") == 3

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import Task
-from tests.megasync.episodes.test_episode_pool import Replica, Told, failure, folder, pool_of
+from tests.megasync.episodes.test_episode_pool import Replica, Reported, failure, folder, pool_of
 
 assert folder  # the fixture
 
@@ -36,15 +36,15 @@ def cluster() -> Iterator[None]:
         made.shutdown()
 
 
-def play_on_both(pool: EpisodePool, prompts: list[str], replica: Replica, on_parents: Any = None) -> Told:
-    """How episodes side by side end. `on_parents` is told who has started the process on the other node, once both play."""
+def play_on_both(pool: EpisodePool, prompts: list[str], replica: Replica, on_parents: Any = None) -> Reported:
+    """How episodes side by side end. `on_parents` gets the parents of the processes on the other node, once both play."""
 
     async def asked_for_their_parents() -> list[int]:
         asked = [pool.run(Task("good", (7, 8), ""), replica) for _ in range(2)]
         keepers = [int(ended.info["parent"]) for ended, _ in await asyncio.gather(*asked)]
         return [psutil.Process(keeper).ppid() for keeper in keepers]
 
-    async def all_of_them() -> Told:
+    async def all_of_them() -> Reported:
         await asked_for_their_parents()
         while not all(state.is_ready for state in pool.workers.states.values()):
             await asyncio.sleep(0.05)
@@ -78,17 +78,17 @@ def test_limits_and_failures_are_those_of_one_node(cluster: None, folder: str) -
     good = [f"good {0.2 + 0.01 * number}" for number in range(20)]
     bad = ["raises", "hangs", "floods", "leaves", "greedy", "opens", "holds", "dies", "none", "leaves again"]
     replica = Replica()
-    told = play_on_both(cluster_pool(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad], replica)
+    reported = play_on_both(cluster_pool(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad], replica)
     for prompt in (*good, "floods"):
-        ended, turns = told[prompt]
+        ended, turns = reported[prompt]
         assert (ended.failure, ended.reward, len(turns)) == (None, 1.0, 2)
-    assert failure(told, "raises") == "raised ZeroDivisionError: on purpose"
-    assert failure(told, "greedy").startswith("raised MemoryError")
-    assert failure(told, "opens").startswith("raised OSError: [Errno 24]")
-    assert "SIGKILL" in failure(told, "dies")
-    assert failure(told, "hangs").startswith("took longer than rollout.episode_timeout_seconds")
-    assert "took longer" in failure(told, "holds")
-    assert all(gone(int(told[prompt][0].metrics["pid"])) for prompt in ("leaves", "leaves again"))
+    assert failure(reported, "raises") == "raised ZeroDivisionError: on purpose"
+    assert failure(reported, "greedy").startswith("raised MemoryError")
+    assert failure(reported, "opens").startswith("raised OSError: [Errno 24]")
+    assert "SIGKILL" in failure(reported, "dies")
+    assert failure(reported, "hangs").startswith("took longer than rollout.episode_timeout_seconds")
+    assert "took longer" in failure(reported, "holds")
+    assert all(gone(int(reported[prompt][0].metrics["pid"])) for prompt in ("leaves", "leaves again"))
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
@@ -102,8 +102,8 @@ def test_a_lost_actor_costs_its_episodes_another_start(cluster: None, folder: st
 
     options = {"episode_timeout_seconds": 20.0} | ({"answer_timeout_seconds": 2.0} if kind == signal.SIGSTOP else {})
     pool = pool_of(folder, episode_placement="cluster", **options)
-    told = play_on_both(pool, good, replica, on_parents)
-    assert all((ended.failure, ended.reward) == (None, 1.0) for ended, _ in told.values())
+    reported = play_on_both(pool, good, replica, on_parents)
+    assert all((ended.failure, ended.reward) == (None, 1.0) for ended, _ in reported.values())
     by_length = [len(asked.prompt_ids) for asked in replica.asked]
     assert by_length.count(3) == len(good) and by_length.count(8) == len(good)
     assert lost and all(gone(process.pid) for process in lost)

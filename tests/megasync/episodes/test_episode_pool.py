@@ -61,14 +61,14 @@ class Replica:
         return Turn([5] * number, [-0.5] * number, [4] * number, "stop")
 
 
-Told = dict[str, tuple[EpisodeEnd, list[tuple[Any, Turn]]]]
+Reported = dict[str, tuple[EpisodeEnd, list[tuple[Any, Turn]]]]
 
 
-def play(pool: EpisodePool, prompts: list[str], replica: Replica | None = None) -> Told:
+def play(pool: EpisodePool, prompts: list[str], replica: Replica | None = None) -> Reported:
     """How episodes side by side end."""
     replica = replica or Replica()
 
-    async def all_of_them() -> Told:
+    async def all_of_them() -> Reported:
         tasks = [pool.run(Task(prompt, (7, 8, 9), "12", seed=3), replica) for prompt in prompts]
         return dict(zip(prompts, await asyncio.gather(*tasks), strict=True))
 
@@ -78,22 +78,22 @@ def play(pool: EpisodePool, prompts: list[str], replica: Replica | None = None) 
         pool.close()
 
 
-def failure(told: Told, prompt: str) -> str:
-    ended, _ = told[prompt]
+def failure(reported: Reported, prompt: str) -> str:
+    ended, _ = reported[prompt]
     assert ended.failure is not None
     return ended.failure.what
 
 
 @pytest.fixture(scope="module")
-def side_by_side(folder: str) -> Told:
+def side_by_side(folder: str) -> Reported:
     """In one process, beside many good ones."""
     good = [f"good {0.2 + 0.01 * number}" for number in range(50)]
     bad = ["raises", "hangs", "floods", "leaves", "nan", "text", "none", "greedy", "opens", "endless", "nonsense", "nothing"]
     return play(pool_of(folder, episode_memory_bytes=4 << 30, episode_open_files=1000), [*good, *bad, "unusual"])
 
 
-def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Told) -> None:
-    good = [told for prompt, told in side_by_side.items() if prompt.startswith("good")]
+def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Reported) -> None:
+    good = [reported for prompt, reported in side_by_side.items() if prompt.startswith("good")]
     assert len(good) == 50
     for ended, turns in good:
         assert (ended.failure, ended.reward, ended.metrics, ended.info["seed"]) == (None, 1.0, {"length": 8.0}, 3)
@@ -111,7 +111,7 @@ def test_time_in_tools_is_what_tools_took(folder: str) -> None:
         assert least <= ended.tool_seconds < least + 0.15 and ended.tool_seconds <= ended.own_seconds + 1e-6, (prompt, ended)
 
 
-def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
+def test_what_fails_is_reported_by_its_reason(side_by_side: Reported) -> None:
     assert failure(side_by_side, "raises") == "raised ZeroDivisionError: on purpose"
     assert "on purpose" in (side_by_side["raises"][0].failure or "")[1]
     assert failure(side_by_side, "hangs").startswith("took longer than rollout.episode_timeout_seconds = 4")
@@ -125,7 +125,7 @@ def test_what_fails_is_told_by_its_reason(side_by_side: Told) -> None:
     assert side_by_side["endless"][0].limit == "60 tokens", side_by_side["endless"][0]
 
 
-def test_what_json_does_not_have_is_left_out_of_its_info(side_by_side: Told) -> None:
+def test_what_json_does_not_have_is_left_out_of_its_info(side_by_side: Reported) -> None:
     """samples.jsonl is JSON proper, in UTF-8."""
     ended, _ = side_by_side["unusual"]
     assert (ended.failure, ended.info) == (None, {"scores": [0.5, None, None], "file": "a?.txt"})
@@ -133,7 +133,7 @@ def test_what_json_does_not_have_is_left_out_of_its_info(side_by_side: Told) -> 
     assert ended.metrics == {"7": 2.0, "calls": 1.0}
 
 
-def test_what_it_prints_and_starts_is_no_matter_of_others(side_by_side: Told) -> None:
+def test_what_it_prints_and_starts_is_no_matter_of_others(side_by_side: Reported) -> None:
     assert side_by_side["floods"][0].failure is None
     pid = int(side_by_side["leaves"][0].metrics["pid"])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -144,9 +144,9 @@ def test_whoever_takes_its_process_down_is_to_blame_alone(folder: str, kind: str
     """Those beside it begin anew in another one, and what they had sampled answers their turns: no token is sampled twice."""
     good, replica = [f"good {1.0 + number / 100}" for number in range(8)], Replica()
     pool = pool_of(folder, episode_timeout_seconds=2.5)
-    told = play(pool, [*good, kind], replica)
-    assert what in failure(told, kind)
-    assert all(told[prompt][0].failure is None for prompt in good)
+    reported = play(pool, [*good, kind], replica)
+    assert what in failure(reported, kind)
+    assert all(reported[prompt][0].failure is None for prompt in good)
     by_length = [len(asked.prompt_ids) for asked in replica.asked]
     assert by_length.count(3) == len(good) + 1 and by_length.count(8) == len(good)
 
@@ -159,15 +159,15 @@ def test_the_models_time_is_not_the_episodes(folder: str) -> None:
             await asyncio.sleep(1.0)
             return await super().__call__(asked)
 
-    told = play(pool_of(folder, episode_timeout_seconds=0.8), ["good 0.3", "rests 0.05", "rests 0.5"], Slow())
-    assert told["good 0.3"][0].failure is None and told["rests 0.05"][0].failure is None
-    assert failure(told, "rests 0.5").startswith("took longer than rollout.episode_timeout_seconds = 0.8")
+    reported = play(pool_of(folder, episode_timeout_seconds=0.8), ["good 0.3", "rests 0.05", "rests 0.5"], Slow())
+    assert reported["good 0.3"][0].failure is None and reported["rests 0.05"][0].failure is None
+    assert failure(reported, "rests 0.5").startswith("took longer than rollout.episode_timeout_seconds = 0.8")
 
 
 def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
     replica = Replica()
-    told = play(pool_of(folder, episode="tests.support.episodes:Guess"), ["any"], replica)
-    ended, turns = told["any"]
+    reported = play(pool_of(folder, episode="tests.support.episodes:Guess"), ["any"], replica)
+    ended, turns = reported["any"]
     assert (ended.failure, ended.reward, ended.metrics) == (None, 0.0, {"left": 0.0}) and len(turns) == 3
     for (first, turn), (second, _) in pairwise(turns):
         assert np.array_equal(second[: len(first) + len(turn.token_ids)], [*first, *turn.token_ids])
@@ -176,8 +176,8 @@ def test_an_environment_is_played_turn_by_turn(folder: str) -> None:
 def test_an_environment_that_a_limit_ends_is_cut_off(folder: str) -> None:
     """With the rewards that it has given up to then; and who is not cut off has no share in that."""
     for name, is_cut_off in (("Endless", True), ("Guess", False)):
-        told = play(pool_of(folder, episode=f"tests.support.episodes:{name}"), ["any"])
-        ended, turns = told["any"]
+        reported = play(pool_of(folder, episode=f"tests.support.episodes:{name}"), ["any"])
+        ended, turns = reported["any"]
         assert (ended.failure, ended.limit) == (None, "") and ended.reward == 0.25 * is_cut_off * len(turns)
         attempt = Attempt(Group(0, GenerationRequest((7,))), 0, 0, asked={n: Asked(n, 0, 8, ()) for n in ended.kept})
         assert result_of(attempt, ended, turns).finish_reason == ("length" if is_cut_off else "stop")
@@ -187,9 +187,9 @@ def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
     """More than a process may have: it ends with its last one, and what waited is played in another."""
     options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 2.0, "episode_concurrency": 12}
     bad, good = [f"hangs {number}" for number in range(9)], [f"good {number}" for number in range(40)]
-    told = play(pool_of(folder, **options), [*bad, *good])
-    assert all("took longer" in failure(told, prompt) for prompt in bad)
-    assert all((told[prompt][0].failure, told[prompt][0].reward) == (None, 1.0) for prompt in good)
+    reported = play(pool_of(folder, **options), [*bad, *good])
+    assert all("took longer" in failure(reported, prompt) for prompt in bad)
+    assert all((reported[prompt][0].failure, reported[prompt][0].reward) == (None, 1.0) for prompt in good)
 
 
 def test_an_unchanged_program_is_an_episode(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def _answers_as_ever() -> Iterator[None]:
     yield
-    Walk.told_to.unlink(missing_ok=True)
+    Walk.switch.unlink(missing_ok=True)
 
 
 def play(folder: str, name: str, history: History, num_ended: int = 9) -> tuple[EpisodeEnd | None, list[Ask]]:
@@ -90,7 +90,7 @@ def test_one_without_takes_the_same_actions_again(folder: str) -> None:
 
 def test_one_that_answers_otherwise_begins_anew(folder: str) -> None:
     history = half(folder, "Walk")
-    Walk.told_to.touch()
+    Walk.switch.touch()
     ended, asked = play(folder, "Walk", history)
     assert ended is not None and ended.failure is None and [one.turn for one in asked] == [0, 1, 2]
     assert (ended.reward, ended.kept, history.resumed, history.is_anew) == (3.0, (0, 1, 2), set(), True)
@@ -101,7 +101,7 @@ def test_a_tools_answer_comes_again_where_it_is_kept(folder: str) -> None:
     history = half(folder, "chance")
     former = [one.value for one in history.answers_in_order]
     ended, asked = play(folder, "chance", history)
-    assert ended is not None and ended.info["told"][:NUM_ENDED] == former and [one.turn for one in asked] == [2]
+    assert ended is not None and ended.info["reported"][:NUM_ENDED] == former and [one.turn for one in asked] == [2]
     assert (history.resumed, history.is_anew) == ({0, 1}, False)
 
 

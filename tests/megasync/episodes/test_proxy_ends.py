@@ -84,7 +84,7 @@ def test_the_end_of_an_episode_cancels_what_it_waits_for() -> None:
     assert sampler.num_cancelled == 1
 
 
-def test_a_sampler_that_fails_is_told_once() -> None:
+def test_a_sampler_that_fails_is_reported_once() -> None:
     import anthropic
     import openai
 

@@ -115,8 +115,8 @@ def among(num: int, *kinds: str) -> list[str]:
     return prompts
 
 
-def failures(told: dict[str, EpisodeEnd]) -> dict[str, str]:
-    return {prompt.partition(":")[0]: ended.failure.what for prompt, ended in told.items() if ended.failure is not None}
+def failures(seen: dict[str, EpisodeEnd]) -> dict[str, str]:
+    return {prompt.partition(":")[0]: ended.failure.what for prompt, ended in seen.items() if ended.failure is not None}
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("with_a_tool", ["is killed"]), ("WithADeed", ["crashes", "is killed", "leaves"])])
@@ -124,52 +124,52 @@ def test_of_many_in_a_process_the_guilty_alone_fail(folder: str, name: str, kind
     """A plain tool, and steps of an environment, both in threads; nothing is sampled twice."""
     pool = pool_of(folder, episode=f"{EPISODES}:{name}", episode_timeout_seconds=60.0)
     ends = watched(pool)
-    (told,) = play(pool, among(128, *kinds))
-    assert sorted(failures(told)) == sorted(kinds)
-    assert all(what.startswith(("had its process killed by SIG", "ended its process with")) for what in failures(told).values())
-    assert {ended.reward for ended in told.values() if ended.failure is None} == {1.0 if name == "with_a_tool" else 1.5}
+    (seen,) = play(pool, among(128, *kinds))
+    assert sorted(failures(seen)) == sorted(kinds)
+    assert all(what.startswith(("had its process killed by SIG", "ended its process with")) for what in failures(seen).values())
+    assert {ended.reward for ended in seen.values() if ended.failure is None} == {1.0 if name == "with_a_tool" else 1.5}
     assert len(kinds) < len(ends) <= len(kinds) * 8
 
 
 def test_they_are_found_at_every_step_and_soon_where_a_step_of_theirs_was_noted(folder: str) -> None:
     pool = pool_of(folder, episode_timeout_seconds=60.0)
     ends = watched(pool)
-    told = play(pool, ["dies", *among(20)], ["exits", *among(20)])
-    assert [list(failures(each)) for each in told] == [["dies"], ["exits"]]
+    seen = play(pool, ["dies", *among(20)], ["exits", *among(20)])
+    assert [list(failures(each)) for each in seen] == [["dies"], ["exits"]]
     assert len(ends) == 4
 
 
 def test_who_holds_the_interpreters_lock_in_a_thread_is_late_alone(folder: str) -> None:
     """Nothing else in its process runs meanwhile."""
     pool = pool_of(folder, episode=f"{EPISODES}:with_a_tool", episode_timeout_seconds=3.0)
-    (told,) = play(pool, among(6, "holds the lock"))
-    assert list(failures(told)) == ["holds the lock"]
-    assert failures(told)["holds the lock"].startswith("took longer than rollout.episode_timeout_seconds = 3")
+    (seen,) = play(pool, among(6, "holds the lock"))
+    assert list(failures(seen)) == ["holds the lock"]
+    assert failures(seen)["holds the lock"].startswith("took longer than rollout.episode_timeout_seconds = 3")
 
 
 def test_the_time_of_a_step_that_holds_a_process_up_is_nobody_elses(folder: str) -> None:
     """Whose limit they would pass by it, though it ends before."""
     pool = pool_of(folder, episode_timeout_seconds=4.0)
-    (told,) = play(pool, ["naps 3", *(f"good {2 + number / 10}" for number in range(5))])
-    assert failures(told) == {}
+    (seen,) = play(pool, ["naps 3", *(f"good {2 + number / 10}" for number in range(5))])
+    assert failures(seen) == {}
 
 
 def test_who_has_ended_a_process_is_tried_again_alone(folder: str) -> None:
     pool = pool_of(folder, episode=f"{EPISODES}:with_a_tool")
     ends, history = watched(pool), {"is killed:0": History(is_deadly=True)}
-    (told,) = play(pool, among(8, "is killed"), history=history)
-    assert (list(failures(told)), len(ends)) == (["is killed"], 1)
+    (seen,) = play(pool, among(8, "is killed"), history=history)
+    assert (list(failures(seen)), len(ends)) == (["is killed"], 1)
 
 
 def test_what_only_many_together_do_fails_nobody(folder: str) -> None:
     """Memory of all of them is too much, that of some is not."""
     pool = pool_of(folder, episode=f"{EPISODES}:crowd", episode_timeout_seconds=60.0)
-    (told,) = play(pool, among(12))
-    assert failures(told) == {}
+    (seen,) = play(pool, among(12))
+    assert failures(seen) == {}
 
 
 def test_who_uses_up_the_memory_of_its_process_fails_alone(folder: str) -> None:
     """Those beside it want some, too, and would raise MemoryError in its place."""
     options = {"episode": f"{EPISODES}:with_a_tool", "episode_memory_bytes": 4 << 30, "episode_timeout_seconds": 60.0}
-    (told,) = play(pool_of(folder, **options), among(12, "wants too much", "takes all", *["wants some"] * 6))
-    assert failures(told)["wants too much"].startswith("raised MemoryError") and len(failures(told)) == 1
+    (seen,) = play(pool_of(folder, **options), among(12, "wants too much", "takes all", *["wants some"] * 6))
+    assert failures(seen)["wants too much"].startswith("raised MemoryError") and len(failures(seen)) == 1

@@ -69,11 +69,11 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch, listed: str, seen: tup
 
 def test_ranks_of_several_nodes_see_the_gpus_of_their_own() -> None:
     places = [Place("a", "3"), Place("b", "0"), Place("a", "1")]
-    told = rank_environments(places, "10.0.0.1", 500)
-    assert [one["LOCAL_RANK"] for one in told] == ["0", "0", "1"]
-    assert [one["LOCAL_WORLD_SIZE"] for one in told] == ["2", "1", "2"]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == ["3,1", "0", "3,1"]
-    assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told} == {("10.0.0.1", "500")}
+    reported = rank_environments(places, "10.0.0.1", 500)
+    assert [one["LOCAL_RANK"] for one in reported] == ["0", "0", "1"]
+    assert [one["LOCAL_WORLD_SIZE"] for one in reported] == ["2", "1", "2"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in reported] == ["3,1", "0", "3,1"]
+    assert {(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in reported} == {("10.0.0.1", "500")}
     assert all("CUDA_VISIBLE_DEVICES" not in one for one in rank_environments([Place("a", "")], "10.0.0.1", 500))
 
 

@@ -76,8 +76,8 @@ def test_replicas_fit_beside_the_ranks_or_the_numbers_are_named(nodes: list[tupl
 
 
 def test_a_replica_is_not_cut_in_two() -> None:
-    told = replicas_problem({"a": 3, "b": 3}, 2, 3), replicas_problem({"a": 3, "b": 3}, 3, 2)
-    assert told[0] == "" and "room for 2 replicas, since each is on one node (a: 3, b: 3)" in told[1]
+    reported = replicas_problem({"a": 3, "b": 3}, 2, 3), replicas_problem({"a": 3, "b": 3}, 3, 2)
+    assert reported[0] == "" and "room for 2 replicas, since each is on one node (a: 3, b: 3)" in reported[1]
 
 
 FACTS: dict[str, Any] = {
@@ -87,7 +87,7 @@ FACTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ({"code": {"files": "bb"}, "shown": {"code": "; commit def"}}, ["other code", "files bb (elsewhere aa); commit def"]),
         ({"python": {"version": "3.12.1"}}, ["another Python", "3.12.1"]),
@@ -97,10 +97,10 @@ FACTS: dict[str, Any] = {
         ({"files": {"model.path": "not there"}}, ["model.path not there (elsewhere 2 files)"]),
     ],
 )
-def test_the_node_that_differs_is_named_with_both_values(wrong: dict[str, Any], told: list[str]) -> None:
+def test_the_node_that_differs_is_named_with_both_values(wrong: dict[str, Any], reported: list[str]) -> None:
     found = differences({"node1": FACTS, "node2": FACTS | wrong, "node3": FACTS})
     assert list(found) == ["node2"]
-    assert all(text in found["node2"] for text in ["node2", *told])
+    assert all(text in found["node2"] for text in ["node2", *reported])
     assert list(differences({"node1": FACTS, "node2": FACTS | wrong})) == ["node2"], "of two the first counts as right"
 
 
@@ -144,7 +144,7 @@ FINE: dict[str, Any] = {"unreachable": [], "unseen": [], "ahead": 0.1, "is_right
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ({"unreachable": [0]}, "node2: does not reach node1"),
         ({"unseen": [0]}, "node2: does not see in run.dir what node1 wrote"),
@@ -153,9 +153,9 @@ FINE: dict[str, Any] = {"unreachable": [], "unseen": [], "ahead": 0.1, "is_right
         ({"error": "Connection refused"}, "node2: the all-reduce failed: Connection refused"),
     ],
 )
-def test_a_problem_of_the_network_names_its_node(wrong: dict[str, Any], told: str) -> None:
+def test_a_problem_of_the_network_names_its_node(wrong: dict[str, Any], reported: str) -> None:
     errors, warnings = judge(["node1", "node2"], [FINE, FINE | wrong])
-    assert len(errors) == 1 and told in errors[0] and warnings == []
+    assert len(errors) == 1 and reported in errors[0] and warnings == []
 
 
 def test_a_node_without_results_is_named() -> None:
@@ -165,8 +165,8 @@ def test_a_node_without_results_is_named() -> None:
 def test_slow_links_are_named_with_the_node_that_they_share() -> None:
     hosts = [f"node{number}" for number in range(1, 5)]
     rates = {(a, b): 0.1 if 2 in (a, b) else 1.0 for a in range(4) for b in range(4) if a != b}
-    (told,) = slow_pairs(hosts, rates)
-    assert "node1 to node3 0.1" in told and "node3 is in all of them" in told
+    (reported,) = slow_pairs(hosts, rates)
+    assert "node1 to node3 0.1" in reported and "node3 is in all of them" in reported
     assert slow_pairs(hosts, dict.fromkeys(rates, 1.0)) == slow_pairs(hosts, {}) == []
 
 

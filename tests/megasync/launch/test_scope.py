@@ -81,7 +81,7 @@ OF_RUN = "--temp_dir=/tmp/ms-7fruaoq5/ray-sw0imdn9"
 
 
 @pytest.mark.parametrize(
-    ("folders", "told"),
+    ("folders", "reported"),
     [
         ((), "no Ray runs here"),
         ((OF_RUN,), "is of another run"),
@@ -91,7 +91,7 @@ OF_RUN = "--temp_dir=/tmp/ms-7fruaoq5/ray-sw0imdn9"
     ],
 )
 def test_auto_takes_no_ray_of_another_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: tuple[str, ...], told: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: tuple[str, ...], reported: str
 ) -> None:
     """Which lets nobody in: `ray.init` would wait for many minutes."""
     commands = [["/lib/ray/core/src/ray/raylet/raylet", folder, "--port=1"] for folder in folders]
@@ -101,7 +101,7 @@ def test_auto_takes_no_ray_of_another_run(
     for name in (RAY_ADDRESS, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     config = Config(rollout=RolloutConfig(ray_address="auto"))
-    with pytest.raises(ConfigError, match=f"rollout.ray_address = auto: .*{told}") if told else nullcontext():
+    with pytest.raises(ConfigError, match=f"rollout.ray_address = auto: .*{reported}") if reported else nullcontext():
         check_ray(config)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

@@ -97,7 +97,7 @@ def test_a_stop_outlives_the_rounds_of_plain_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.split() == ["False", "True"], done.stdout + done.stderr
 
 
-def test_the_ranks_of_a_launcher_are_told(tmp_path: Path) -> None:
+def test_the_ranks_of_a_launcher_are_notified(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     assert launched(link / "run") == launched(tmp_path / "run") == {LAUNCHED: str(tmp_path / "run")}

@@ -91,5 +91,5 @@ def test_a_pool_knows_its_key_and_the_gpus_of_the_others() -> None:
     teacher, judge = teacher_replica_config(config, "a"), judge_replica_config(config, "quality")
     found = [(each.key, each.gpus_beside, each.never_syncs) for each in (replica_config(config), teacher, judge)]
     assert found == [("rollout", 14, False), ("teacher", 11, True), ("judges.quality", 9, True)]
-    told = room_problem_of_free({"a": 4}, 9, 1, key="judges.quality")
-    assert told.startswith("judges.quality.replicas=9 times judges.quality.tensor_parallel=1")
+    reported = room_problem_of_free({"a": 4}, 9, 1, key="judges.quality")
+    assert reported.startswith("judges.quality.replicas=9 times judges.quality.tensor_parallel=1")

@@ -41,24 +41,24 @@ def test_a_trainer_without_a_config_is_refused() -> None:
 )
 def test_the_cause_is_not_a_rank_that_was_ended_with_the_others(codes: tuple[int, ...], code: int, word: str) -> None:
     failures = {rank: ProcessFailure(rank, 1000 + rank, int(each), "<N/A>") for rank, each in enumerate(codes)}
-    told = likely_cause(failures)
-    assert told[0] == code and word in told[1]
+    reported = likely_cause(failures)
+    assert reported[0] == code and word in reported[1]
 
 
 def test_a_rank_that_says_why_it_failed_was_not_ended_for_want_of_memory() -> None:
     """Whoever was killed while it took down its replicas, torchrun's patience being over."""
     said = {rank: {"message": f"RankZeroError: {rank} has failed\nand more"} for rank in range(2)}
 
-    def told(codes: tuple[int, int], *with_words: int) -> tuple[int, str]:
+    def reported(codes: tuple[int, int], *with_words: int) -> tuple[int, str]:
         words = [said[rank] if rank in with_words else "<N/A>" for rank in range(2)]
         failures = {rank: ProcessFailure(rank, 1000 + rank, int(codes[rank]), "<N/A>") for rank in range(2)}
         for rank, failure in failures.items():
             failure.message, failure.timestamp = words[rank], 10 - rank
         return likely_cause(failures)
 
-    assert told((KILLED, 1), 0, 1) == (1, "rank 1 failed: RankZeroError: 1 has failed")
-    assert told((KILLED, TERMINATED), 0) == (1, "rank 0 failed: RankZeroError: 0 has failed")
-    assert told((KILLED, 1), 1)[1].startswith("rank 0 was ended by SIGKILL: is there too little memory?")
+    assert reported((KILLED, 1), 0, 1) == (1, "rank 1 failed: RankZeroError: 1 has failed")
+    assert reported((KILLED, TERMINATED), 0) == (1, "rank 0 failed: RankZeroError: 0 has failed")
+    assert reported((KILLED, 1), 1)[1].startswith("rank 0 was ended by SIGKILL: is there too little memory?")
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ sys.exit(int(os.environ["CODE"]))
 @pytest.mark.parametrize(("code", "expected"), [(0, STOPPED), (1, 1)])
 def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, tmp_path: Path) -> None:
     """Whatever is written into the file since; and the `stop` of a former run is none of this one's."""
-    (tmp_path / "told.py").write_text(EDITED)
+    (tmp_path / "reported.py").write_text(EDITED)
     config, folder = tmp_path / "config.yaml", tmp_path / "runs" / "first"
     config.write_text("run: {name: first}")
     (folder / "checkpoints" / "step_00000003").mkdir(parents=True)
     (folder / STOP_FILE).touch()
-    told = {"FOLDER": str(folder), "CONFIG": str(config), "EDIT": edit, "CODE": str(code)}
-    environment = os.environ | told | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
-    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "told", TRAINER]
+    reported = {"FOLDER": str(folder), "CONFIG": str(config), "EDIT": edit, "CODE": str(code)}
+    environment = os.environ | reported | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "reported", TRAINER]
     command += [str(config), f"run.dir={tmp_path / 'runs'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == expected and "ConfigError" not in done.stderr, done.stderr
@@ -115,14 +115,14 @@ def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, tm
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
 def test_ranks_on_cpus_get_malloc_settings_unless_there_are_the_user_s(own: str | None, tmp_path: Path) -> None:
-    (tmp_path / "told.py").write_text(f"import os; print(os.environ[{MALLOC!r}])")
+    (tmp_path / "reported.py").write_text(f"import os; print(os.environ[{MALLOC!r}])")
     environment = {key: value for key, value in os.environ.items() if key != MALLOC} | ({MALLOC: own} if own else {})
     environment |= {
         "PET_NNODES": "2",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)]),
     }
-    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "told"]
+    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "reported"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.stdout.strip() == (own or MALLOC_ON_CPU), done.stderr
 

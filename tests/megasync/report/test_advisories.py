@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Metrics, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_condition_is_told_where_it_holds_and_no_other(name: str) -> None:
+def test_a_condition_is_reported_where_it_holds_and_no_other(name: str) -> None:
     metrics, evidence = CASES[name]
     (found,) = advisories(made(metrics))
     assert found.name == name and evidence in found.evidence, found
@@ -88,7 +88,7 @@ def test_a_condition_is_told_where_it_holds_and_no_other(name: str) -> None:
         assert advisories(made(metrics, SHORT)) == [], "too short a run to say"
 
 
-def test_held_out_reward_that_falls_while_the_sampled_rises_is_told() -> None:
+def test_held_out_reward_that_falls_while_the_sampled_rises_is_reported() -> None:
     steps = made({"reward/mean": lambda step: 0.2 + step / 80})
     for key in ("eval/reward", "eval/accuracy"):
         (found,) = advisories(steps, [{"step": 0, key: 0.4}, {"step": 40, key: 0.3}])
@@ -106,7 +106,7 @@ def test_of_a_flat_or_fallen_reward_the_learning_rate_is_named_first() -> None:
         assert found[0].remedy.startswith(begin)
 
 
-def test_a_fall_of_sampled_and_held_out_reward_is_told_once() -> None:
+def test_a_fall_of_sampled_and_held_out_reward_is_reported_once() -> None:
     evaluations = [{"step": step, "eval/reward": reward, "eval/reward_error": 0.02} for step, reward in ((0, 0.5), (40, 0.02))]
     (found,) = advisories(made(COLLAPSE), evaluations)
     assert found.name == "reward_falls"
@@ -138,7 +138,7 @@ def test_a_gap_of_stale_tokens_is_no_error_but_the_canarys_is() -> None:
     assert found.name == "gap_growing"
 
 
-def test_what_explains_another_is_told_alone() -> None:
+def test_what_explains_another_is_reported_alone() -> None:
     tied: Metrics = {"reward/std": always(0), "groups/tied_fraction": always(1), "grad_norm": always(0)}
     assert [each.name for each in advisories(made(tied))] == ["reward_constant"]
 

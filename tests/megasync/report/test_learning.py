@@ -99,7 +99,7 @@ def test_held_out_figures_come_first_and_have_the_error_of_their_prompts() -> No
     assert verdict(Series([{"step": 1}], sets)).startswith("math avg@4 is flat, 0.300 to 0.310, +0.010 ± 0.028")
 
 
-def test_a_held_out_best_that_is_lost_again_is_told() -> None:
+def test_a_held_out_best_that_is_lost_again_is_reported() -> None:
     values = [(0, 0.2), (10, 0.6), (20, 0.21)]
     (found,) = trends(Series([], [{"step": step, "eval/accuracy": v, "eval/accuracy_error": 0.03} for step, v in values]))
     assert (found.best, found.best_step, found.has_worsened) == (0.6, 10, True)

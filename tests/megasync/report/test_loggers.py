@@ -31,7 +31,7 @@ Found = tuple[dict[str, list[tuple[int, float]]], list[list[Any]], dict[str, Any
 
 
 def log_a_run(folder: Path, *names: str) -> dict[str, list[tuple[int, float]]]:
-    """Four steps to these loggers; what they were told."""
+    """Four steps to these loggers; returns the values that they got."""
     log = RunLog(config_of(folder, *names), first_step=0, write=True)
     log.evaluation(0, {"eval/reward": 0.25})
     for step, values in enumerate(STEPS):
@@ -39,10 +39,10 @@ def log_a_run(folder: Path, *names: str) -> dict[str, list[tuple[int, float]]]:
         log.step(step, values)
     log.evaluation(4, {"eval/reward": 0.75})
     log.close()
-    told: dict[str, list[tuple[int, float]]] = {"eval/reward": [(0, 0.25), (4, 0.75)]}
+    reported: dict[str, list[tuple[int, float]]] = {"eval/reward": [(0, 0.25), (4, 0.75)]}
     for key in ("reward/mean", "loss/policy", "sync/bytes"):
-        told[key] = [(step, float(values[key])) for step, values in enumerate(STEPS)]
-    return told
+        reported[key] = [(step, float(values[key])) for step, values in enumerate(STEPS)]
+    return reported
 
 
 def config_of(folder: Path, *names: Any) -> Config:
@@ -113,7 +113,7 @@ READERS = {"tensorboard": from_tensorboard, "wandb": from_wandb, "trackio": from
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[tuple[int, float]]]]]:
-    """A run's folder, logged by all that are installed at once, and what they were told."""
+    """A run's folder, logged by all installed loggers at once, and the values that they got."""
     folder = tmp_path_factory.mktemp("logged")
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -129,10 +129,10 @@ def test_what_a_run_logs_is_read_back_equal(logged: tuple[Path, dict[str, list[t
     """The same from every logger: metrics by step, each sample as a row, the config."""
     if missing_loggers([name]):
         pytest.skip(f"{name} is not installed: pip install {name}")
-    folder, told = logged
+    folder, reported = logged
     metrics, rows, config = READERS[name](folder)
-    assert metrics.keys() == told.keys()
-    for key, points in told.items():
+    assert metrics.keys() == reported.keys()
+    for key, points in reported.items():
         assert [step for step, _ in sorted(metrics[key])] == [step for step, _ in points]
         assert [value for _, value in sorted(metrics[key])] == pytest.approx([value for _, value in points], rel=1e-7), key
     lines = [(step, {**sample, "reward": step / 4}) for step in range(4) for sample in SAMPLES]

@@ -220,7 +220,7 @@ def test_comparison_of_runs(tmp_path: Path) -> None:
     fake_run(tmp_path / "c")
     fake_run(tmp_path / "d")
     page = write_comparison([tmp_path / "c", tmp_path / "d"], tmp_path / "c.html").read_text()
-    assert {"reward/mean of c", "reward/mean of d"} <= curves_of(page).keys(), "runs of one name are told apart by their folders"
+    assert {"reward/mean of c", "reward/mean of d"} <= curves_of(page).keys(), "runs of one name differ by their folders"
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=4), min_size=2, max_size=4))
@@ -288,7 +288,7 @@ def test_report_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "seen"),
     [
         (["--to", "{folder}/run"], "{folder}/run: Is a directory"),
         (["--to", "/proc/x.html"], "/proc/x.html: No such file or directory"),
@@ -296,12 +296,12 @@ def test_report_command(tmp_path: Path) -> None:
         (["--watch", "--port", "-1"], "--port: -1: 0 to 65535"),
     ],
 )
-def test_where_it_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_where_it_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], seen: str) -> None:
     fake_run(tmp_path / "run")
     before = sorted((tmp_path / "run").iterdir())
     with pytest.raises(SystemExit) as stop:
         report.main([str(tmp_path / "run"), *(each.replace("{folder}", str(tmp_path)) for each in arguments)])
-    assert stop.value.code == 2 and told.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
+    assert stop.value.code == 2 and seen.replace("{folder}", str(tmp_path)) in capsys.readouterr().err
     assert sorted((tmp_path / "run").iterdir()) == before
 
 
@@ -319,7 +319,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as stop:
         report.main([str(tmp_path)])
     assert stop.value.code == 2
-    assert f"{tmp_path / name}: {problem}" in (told := capsys.readouterr().err) and "remedy: " in told
+    assert f"{tmp_path / name}: {problem}" in (seen := capsys.readouterr().err) and "remedy: " in seen
 
 
 def test_watched_report_is_up_to_date_on_the_loopback_until_ctrl_c(tmp_path: Path) -> None:

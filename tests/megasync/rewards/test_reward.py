@@ -188,7 +188,7 @@ def test_a_function_of_your_own(rewards_module: str) -> None:
     assert resolve(f"{rewards_module}:brevity").function(sample("abc", "")) == 0.25
 
 
-def test_what_a_function_takes_is_told_by_its_annotation(rewards_module: str) -> None:
+def test_what_a_function_takes_is_reported_by_its_annotation(rewards_module: str) -> None:
     kinds = {"brevity": (False, False), "later": (False, True)} | dict.fromkeys(("ranks", "listing", "ours"), (True, False))
     for name, kind in kinds.items():
         reward = resolve(f"{rewards_module}:{name}")

@@ -160,7 +160,7 @@ def test_a_reward_that_fails_stops_with_its_sample(deed: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["not_annotated", "returns_a_list"])
-def test_a_function_of_a_list_that_does_not_say_so_is_told_to(name: str) -> None:
+def test_a_function_of_a_list_that_does_not_say_so_is_reported_to(name: str) -> None:
     assert "remedy:    annotate its first parameter as list[RewardInput], " in failure(f"{CASES}:{name}", *given("good"))
 
 

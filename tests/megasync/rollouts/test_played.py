@@ -90,7 +90,7 @@ def test_rewards_that_have_a_name_are_means_over_what_they_scored() -> None:
     assert reward_metrics([Scored(0.25, {})]) == {"reward/failures": 0.0}
 
 
-def test_a_reward_is_told_the_length_of_the_turn_that_it_scores() -> None:
+def test_a_reward_is_reported_the_length_of_the_turn_that_it_scores() -> None:
     """Of at most `rollout.max_new_tokens`: it gets the text of the last turn."""
     turns = [(Asked(number, 0, 3, ()), PROMPT, turn(length, 0)) for number, length in enumerate((3, 3, 2))]
     made, records = recorded(turns)

@@ -61,8 +61,8 @@ def test_changed_requests_start_again_and_changed_rewards_are_scored_again() -> 
     assert (keys(found), found.again) == ([0, 2, 3], [1])
     assert [group.rewards for group in found.groups] == [[1.0, 1.0], [None, None], [None, None]]
     expected = (
-        "of 4 prompts that had begun and were not trained 1 start again, since their prompt, how it is sampled or what is played "
-        "has changed; "
+        "of 4 prompts that had begun and were not trained 1 start again, since their prompt, sampling parameters "
+        "or episode have changed; "
         "2 are scored again, since their answer or rollout.reward has changed"
     )
     assert found.notes == [expected]
@@ -180,7 +180,7 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
                 assert getattr(mine, name).dtype == getattr(theirs, name).dtype, name
 
 
-def test_an_order_that_has_changed_is_told(tmp_path: Path) -> None:
+def test_an_order_that_has_changed_is_reported(tmp_path: Path) -> None:
     """Where other examples fit, or are shuffled differently: the trained places are of the former order."""
     then = PromptOrder(10, seed=3)
     save_progress(tmp_path, Progress(12, 14, order=then))

@@ -47,7 +47,7 @@ def content(folder: Path) -> dict[str, bytes]:
 # Alone in its folder.
 
 
-def test_a_second_start_is_refused_and_a_rank_that_is_killed_is_told_last(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_and_a_rank_that_is_killed_is_reported_last(tmp_path: Path) -> None:
     config = sft_config(tmp_path)
     with endless_run(TORCHRUN, config, "--nproc", "1") as run:
         run.wait_for(2)
@@ -212,9 +212,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("number", "is_done", "is_told"), [(errno.ENOSPC, False, False), (errno.ENOSPC, True, True), (errno.EIO, False, True)]
+    ("number", "is_done", "is_reported"), [(errno.ENOSPC, False, False), (errno.ENOSPC, True, True), (errno.EIO, False, True)]
 )
-def test_a_full_disk_does_not_bury_why_a_run_failed(number: int, is_done: bool, is_told: bool) -> None:
+def test_a_full_disk_does_not_bury_why_a_run_failed(number: int, is_done: bool, is_reported: bool) -> None:
     """The report of a run that stopped for want of room needs room, too."""
 
     def full() -> None:
@@ -223,5 +223,5 @@ def test_a_full_disk_does_not_bury_why_a_run_failed(number: int, is_done: bool, 
     ends = ExitCallbacks()
     ends.is_done = is_done
     ends.callback(full)
-    with pytest.raises(OSError, match=r"report\.html") if is_told else nullcontext():
+    with pytest.raises(OSError, match=r"report\.html") if is_reported else nullcontext():
         close(ends)

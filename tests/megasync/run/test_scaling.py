@@ -113,7 +113,7 @@ def test_replicas_come_and_leave_once_they_are_idle(config: Config) -> None:
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_who_waits_for_a_request_is_told_that_another_has_taken_its_place(
+def test_who_waits_for_a_request_is_reported_that_another_has_taken_its_place(
     config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_taken: bool
 ) -> None:
     trainer, former = Trainer(config, Actors(2)), Request("a", 3, configured=2)
@@ -129,7 +129,7 @@ def test_who_waits_for_a_request_is_told_that_another_has_taken_its_place(
     assert scale.wait(trainer.folder, Request("b", 1, configured=2)) == 0
 
 
-def test_what_cannot_be_is_refused_and_what_does_not_start_is_told(config: Config) -> None:
+def test_what_cannot_be_is_refused_and_what_does_not_start_is_reported(config: Config) -> None:
     trainer = Trainer(config, Actors(2, starts=False))
     ask(trainer.folder, Request("a", 9, configured=2))
     assert trainer.sync() == ("refused at version 1: 9 need more than 3",) and trainer.code() == REFUSED

@@ -46,7 +46,7 @@ def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     script, path = tmp_path / "run.sh", tmp_path / "ours.yaml"
     script.write_text(SCRIPT)
     assert main([str(script), "--from", "verl", "--to", str(path)]) == 0
-    config, told = load_config(path), capsys.readouterr().err
+    config, reported = load_config(path), capsys.readouterr().err
     own, rollout, data = config.algorithm, config.rollout, config.data
     assert (data.train, data.batch_size, data.prompt_key, data.answer_key, data.too_long, data.chat_template) == (
         "/data/gsm8k/train.parquet", 1024, "prompt", "reward_model.ground_truth", "drop", True,
@@ -67,14 +67,14 @@ def test_a_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         0.01,
     )
     assert (config.run.steps, config.run.loggers, config.checkpoint.every_steps) == (100, ("wandb",), 0)
-    assert config.algorithm.entropy_coefficient == 0.01 and "hf download Qwen/Qwen2-7B-Instruct" in told
-    assert told.splitlines()[-1] == f"next: megasync train {path} --check"
+    assert config.algorithm.entropy_coefficient == 0.01 and "hf download Qwen/Qwen2-7B-Instruct" in reported
+    assert reported.splitlines()[-1] == f"next: megasync train {path} --check"
 
 
 def test_a_config_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(GRPO))
     assert main([str(tmp_path / "grpo.yaml"), "--from", "trl", "--to", str(tmp_path / "ours.yaml")]) == 0
-    config, told = load_config(tmp_path / "ours.yaml"), capsys.readouterr().err
+    config, reported = load_config(tmp_path / "ours.yaml"), capsys.readouterr().err
     own, optimizer = config.algorithm, config.engine.optimizer
     assert (config.data.batch_size, own.num_minibatches, own.num_passes) == (16, 4, 2)  # 8 x 4 x 8 completions, of 16 each
     assert (config.run.steps, config.checkpoint.every_steps, optimizer.warmup_steps) == (10, 5, 8)
@@ -85,7 +85,7 @@ def test_a_config_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (optimizer.decay, optimizer.weight_decay, optimizer.beta2, config.run.seed) == ("cosine", 0.0, 0.999, 42)
     assert (config.run.dir, config.run.name, config.engine.lora.rank) == ("out", "grpo", 8)
     assert config.engine.lora.targets == ("linear_qkv", "linear_proj")
-    assert "sync_ref_model=True: the reference" in told and "push_to_hub=True: nothing here" in told
+    assert "sync_ref_model=True: the reference" in reported and "push_to_hub=True: nothing here" in reported
 
 
 @pytest.mark.parametrize(("project", "names"), [("verl", VERL), ("trl", TRL)])
