@@ -3,7 +3,7 @@
 cli.py       the command; config.py has its keys, prepare.py checks them and writes a model
 run_figures.py   gaps, seconds and memory of a run on GPUs, from its folder; for gpus.sh
 same_metrics.py  whether two runs wrote the same numbers
-worker.py    one process of what is measured: a trainer rank, or one without Megatron
+worker.py    one measured process: a trainer rank, or one without Megatron
 sync/        our weight sync beside other methods
 generation/  tokens a second, with LoRA and beside vLLM's own
 training/    training speed and memory by variant

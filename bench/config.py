@@ -10,7 +10,7 @@ from engine.config import OneOrMore, Section
 from megasync.config.schema import Config
 
 Method = Literal["floor", "stream", "unverified", "packed", "mbridge packed", "per_tensor", "disk", "lora merged", "lora adapter"]
-METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py says what they are
+METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py describes them
 NEED_GPUS = ("packed", "mbridge packed")
 CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # those that `all` stands for there
 GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))

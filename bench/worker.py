@@ -1,4 +1,4 @@
-"""One process of `python -m bench`, which starts it: runs a program and writes what it measured as JSON.
+"""One process of `python -m bench`, which starts it: runs a program and writes its measurements as JSON.
 
 Leaves out the programs (sync/methods.py, generation/, training/rank.py, equivalence/read_back.py).
 

@@ -20,7 +20,7 @@ OnUpdate = Literal["drain", "continue", "restart"]
 
 
 def _num_bytes(value: object) -> object:
-    """`512MiB` as a whole number; what is no text stays as it is."""
+    """`512MiB` as a whole number; other types are returned unchanged."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -65,8 +65,8 @@ class SyncConfig(BaseModel):
     log_full_every: PositiveInt = 20
     """With sync.log=deltas one version of so many is written whole; the others are made of it and of what changed since."""
     log_keep: PositiveInt | None = None
-    """Of the log the newest so many versions stay, and what they are made of, which are up to sync.log_full_every - 1 more; null:
-    all."""
+    """The number of newest versions that stay in the log, beside the files that they are built from (up to
+    sync.log_full_every - 1 more); null: all."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Sampled token ids as text: what rewards, stop texts, logs, episodes and evaluations see is made here.
 
-The text of a response is what its tokens add to the text before them. Nothing is stripped or cleaned up, special tokens are kept,
-and so is a space that belongs to the first token. The token that ended a response is no part of its text (`without_end`). Where
-the decoder puts a space between any two tokens (WordPiece, or none) the first has none before it. Bytes that are no character
-are U+FFFD.
+The text of a response is the text that its tokens add to the text before them. Nothing is stripped or cleaned up; special tokens
+are kept, and so is a space that belongs to the first token. The token that ended a response is no part of its text
+(`without_end`). Where the decoder puts a space between any two tokens (WordPiece, or none) the first has none before it. Bytes
+that are no character are U+FFFD.
 
     tokenizer, switched_off = load("Qwen3-0.6B")
     detokenizer = Detokenizer(tokenizer)
@@ -26,7 +26,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # of the decoder ByteFallback
 
 
 def load(folder: str | Path) -> tuple[Any, list[str]]:
-    """The tokenizer of a model's folder, from tokenizer.json; and what it had saved that was switched off, in words.
+    """The tokenizer of a model's folder, from tokenizer.json, and a note of each saved setting that was switched off.
 
     Truncation, padding, the splitting of special tokens, and the clean-up of a decoder would change what a text or ids say.
     Raises what transformers and tokenizers raise.

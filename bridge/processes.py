@@ -1,4 +1,4 @@
-"""vLLM's processes: they end with their replica, and take along what they have in /dev/shm and their sockets.
+"""vLLM's processes: they end with their replica, and their files in /dev/shm and their sockets are removed.
 
 Where those lie is `socket_folder`, which is for Ray's too.
 

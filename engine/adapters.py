@@ -137,7 +137,7 @@ class Adapters:
     # ------------------------------------------------------------------------------------------------ turns
 
     def _make_state(self) -> dict[str, torch.Tensor]:
-        """Every tensor that is an adapter's own, by name: what is swapped. The optimizer's are made before its first step."""
+        """Every tensor of one adapter, by name; a swap exchanges these. The optimizer's are made before its first step."""
         engine = self.engine
         trained = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
         state = {f"parameter {number}": each.data for number, each in enumerate(trained)}

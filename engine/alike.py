@@ -92,7 +92,7 @@ def _groups(chunks: Sequence[torch.nn.Module]) -> list[tuple[Any, dict[str, torc
 
 
 def _named(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Name, values, and what is laid out like them: of parameters, routers' biases and the start model's adapters where kept."""
+    """Name, values and layout of parameters, routers' biases and, where kept, the start model's adapters."""
     for name, tensor in (*chunk.named_parameters(), *router_bias.named(chunk)):
         yield global_name(chunk, name), tensor, tensor
     for name, linear in adapted_linears([chunk]):

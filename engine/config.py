@@ -40,7 +40,7 @@ def _as_tuple(value: object) -> object:
 
 def _with_home(value: str) -> str:
     """`~` and `~user` at the start stand for home folders, as in a shell."""
-    path = os.path.expanduser(value)  # noqa: PTH111 # a Path would lose what is no path, such as an empty text
+    path = os.path.expanduser(value)  # noqa: PTH111 # a Path would change values that are no paths, such as an empty text
     if path.startswith("~"):
         lines = {"choices": "~ and ~USER for home folders that there are", "example": f"./{value}"}
         raise PydanticCustomError("home", "there is no such home folder", lines)
@@ -90,7 +90,7 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the parallel groups; data parallelism takes what is left of the world size."""
+    """Sizes of the parallel groups; data parallelism takes the rest of the world size."""
 
     tensor: PositiveInt = 1
     """Ranks that share every layer."""
@@ -346,7 +346,7 @@ class AlgorithmConfig(Section):
     pass_k: Annotated[int, Field(ge=2)] = 4
     """advantage=pass_at_k: k. A reward above 0.5 counts as right."""
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
-    """advantage=group: what rewards are compared with, the mean of the group or of its other samples (RLOO, arXiv:2402.14740)."""
+    """advantage=group: the baseline of a reward, the mean of the group or of its other samples (RLOO, arXiv:2402.14740)."""
     normalize_advantage_by_std: bool = True
     """advantage=group: divide a group's advantages by the standard deviation of its rewards, with n - 1 in the denominator."""
     truncated: Literal["keep", "mask", "penalise"] = "keep"

@@ -1,7 +1,7 @@
 """Moves parameters, gradients and optimizer state out of device memory between steps, and back, to share the device.
 
 A storage is copied into page-locked host memory and shrunk to nothing; every tensor that is a view of it, in DDP's buffers, in
-Megatron-FSDP's and in the optimizer, stays what it is and is whole again after `reload`. Gradients are not copied: a step
+Megatron-FSDP's and in the optimizer, keeps its identity and is whole again after `reload`. Gradients are not copied: a step
 begins by setting them to zero. Without CUDA the same is done with ordinary host memory. Not collective; every rank does it.
 
     offload = Offload(engine)
@@ -56,7 +56,7 @@ class Offload:
     def offload(self, kinds: Sequence[str] = OFFLOAD_KINDS, *, for_others: bool = True) -> int:
         """Move these kinds off the device; returns the bytes that were freed, including those `for_others`."""
         assert set(kinds) <= set(OFFLOAD_KINDS), kinds
-        device.synchronize()  # other streams may still use what is shrunk here
+        device.synchronize()  # other streams may still use the storages that shrink here
         if "gradients" in kinds and "gradients" not in self.away:
             self.engine.optimizer.zero_grad()
         moving = self._on_device(kinds)

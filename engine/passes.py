@@ -1,6 +1,6 @@
 """Micro-batches through the model: megatron-core's pipeline schedule, forward and backward.
 
-Leaves out what is read of the logits and the loss (objective/) and what becomes of gradients (engine.py).
+Leaves out the logits' values and the loss (objective/), and the gradients' further way (engine.py).
 """
 
 from __future__ import annotations

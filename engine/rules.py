@@ -1,6 +1,6 @@
 """Compatibility rules of an engine, used by the check before the start and by the code that relies on them.
 
-Each gives what is wrong, with the remedy, or None. Pure functions of sizes; no torch in here. Leaves out pipeline stages
+Each returns the fault with its remedy, or None. Pure functions of sizes; no torch in here. Leaves out pipeline stages
 (stages.py) and megatron-core's own fields (ddp_fields.py).
 """
 

@@ -1,4 +1,4 @@
-"""The teacher of an engine: which model it is, and what it adds to micro-batches before they are trained on.
+"""The teacher of an engine: its model, and the tensors that it adds to micro-batches before training.
 
 In the trainer it is a model of the policy's shape and layout: the start model, another adapter on the policy's base, or a folder,
 sharded as the reference of a KL is. With `objective` full its hidden states of a batch are kept, [T, hidden size] in the model's
@@ -115,7 +115,7 @@ class Teacher:
         return logits
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Tensors whose storages hold what it has in memory between passes."""
+        """Tensors whose storages it keeps in memory between passes."""
         if self.model is not None:
             yield from self.model.parameters()
         if self.weight is not None:

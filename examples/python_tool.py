@@ -55,7 +55,7 @@ class PythonTool:
         self.limits = limits or Limits()
         self._sandbox = kind or sandbox()
         about = f"Runs a Python program without network and returns what it prints. It has {self.limits.seconds:g} seconds."
-        code = {"type": "string", "description": "The program. Only what it prints is returned."}
+        code = {"type": "string", "description": "The program. Only its printed output is returned."}
         parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
         self.description: dict[str, Any] = {
             "type": "function",

@@ -93,7 +93,7 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     """Keyword arguments of `submit_job`.
 
     Raises:
-        ConfigError: the config file is not part of what is uploaded to the cluster.
+        ConfigError: the config file is not among the files that are uploaded to the cluster.
     """
     path = Path(options.config).resolve()
     environment = {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -173,7 +173,7 @@ def why_done(config: Config) -> str:
 
 @contextmanager
 def starting_replicas(config: Config, rank: int) -> Iterator[ReplicaStart | None]:
-    """Rank 0's replicas, if there are to be any: they begin to start before the trainer imports what it needs.
+    """Rank 0's replicas, if the run has any: they begin to start before the trainer's imports.
 
     They have ended when the block is left.
     """

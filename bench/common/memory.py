@@ -1,6 +1,6 @@
 """How much memory processes take while something runs, as Linux or torch counts it. Leaves out what runs (worker.py).
 
-A process's peak is VmHWM of /proc/PID/status, which 5 written to /proc/PID/clear_refs sets back to what is resident now
+A process's peak is VmHWM of /proc/PID/status, which 5 written to /proc/PID/clear_refs sets back to the present resident memory
 (man 5 proc). It counts RssAnon (heap), RssFile (mapped files, a cache that the kernel may take back) and RssShmem
 (shared memory, in every process that touched it). Shared memory that stays mapped from one measurement to the next
 would not show as growth, so its resident part is added: `kept` is its path.

@@ -20,7 +20,7 @@ END_SECONDS = 10.0
 
 
 def run_program(program: str, config: BenchRoot, folder: Path, name: str, num_ranks: int = 0) -> tuple[int, Results | None]:
-    """Run one of worker.py, on so many ranks, 0: in one process that is none; its exit code, and what it measured so far.
+    """Run one of worker.py, on so many ranks, 0: in one process that is none; its exit code, and its measurements so far.
 
     `name`: of the files in `folder` that config and results go through.
     """
@@ -35,7 +35,7 @@ def run_program(program: str, config: BenchRoot, folder: Path, name: str, num_ra
 
 
 def run_logged(program: str, config: BenchRoot, place: Path, num_ranks: int, limit_seconds: float) -> tuple[Results, Path]:
-    """Run one of worker.py on so many ranks, with its files at `place` and a suffix each; what it measured so far, and its log.
+    """Run one of worker.py on so many ranks, with its files at `place` and a suffix each; its measurements so far, and its log.
 
     Where it does not come to its end the results have `problem` in place of `is_complete`.
     """
@@ -67,5 +67,5 @@ def run_ranks(num_ranks: int, module: str, *arguments: str, log: Path, limit_sec
     finally:
         end_group(process, END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what is left of its session
+            os.killpg(process.pid, signal.SIGKILL)  # the rest of its session
     return f"exit code {code}" if code else ""

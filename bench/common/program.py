@@ -1,4 +1,4 @@
-"""What every program of worker.py is: something that measures, and keeps what it has.
+"""The base of every program of worker.py: it measures, and keeps its results so far.
 
 Leaves out replicas (one_replica.py, rank.py).
 
@@ -21,7 +21,7 @@ Measured = dict[str, Any]
 
 
 class Program(ABC):
-    """`ends` takes down what is started. Of several ranks the first alone writes and speaks."""
+    """`ends` stops everything that was started. Of several ranks only the first writes and prints."""
 
     def __init__(self, config: BenchRoot, results_path: Path, ends: ExitStack) -> None:
         self.config, self.results_path, self.ends = config, results_path, ends

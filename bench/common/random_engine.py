@@ -1,4 +1,4 @@
-"""Engines for the benches: without weights on the disk, and with other weights for a next sync. Leaves out what is measured."""
+"""Engines for the benches: without weights on the disk, and with other weights for a next sync. Leaves out the measurements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What every bench on trainer ranks has: the layout, vLLM replicas, a comparison of weights, LoRA, and rounds of syncs.
 
-Leaves out what is measured (sync/, generation/, equivalence/read_back.py).
+Leaves out the measurements (sync/, generation/, equivalence/read_back.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SAMPLES = [Sample(np.array([3 + index, 5, 7], np.int32), np.array([11, 13, 17], 
 
 @dataclass(frozen=True)
 class Way:
-    """To bring weights over. `sync` brings them to every replica of `pool` as a version, and returns on rank 0 what it took.
+    """To bring weights over. `sync` brings them to every replica of `pool` as a version, and rank 0 gets seconds and bytes.
 
     `source`: what the replicas must hold afterwards. `pool`: rank 0's. `publisher`: where it is a sync of ours.
     """

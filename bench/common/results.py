@@ -25,7 +25,7 @@ Results = dict[str, Any]
 
 
 def describe(verb: str, config: BenchRoot) -> Results:
-    """What was run and on what: the whole config, `versions` of the packages that are there, and the `machine`."""
+    """The whole config, `versions` of the installed packages, and the `machine`."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

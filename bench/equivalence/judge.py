@@ -50,7 +50,7 @@ def differences(found: Results, reference: Results, transformers: tuple[list[flo
 
 
 def _largest(values: Iterable[float]) -> float:
-    """As max, but what is no number stays."""
+    """As max, but NaN stays."""
     return float(np.max(list(values)))
 
 
@@ -72,7 +72,7 @@ def is_unequal(export: Results) -> bool:
 
 
 def write_document(results: Results, path: Path) -> None:
-    """Replace what is below the marker; the whole file where there is none."""
+    """Replace the text below the marker, or the whole file where there is no marker."""
     text = path.read_text(encoding="utf-8").partition(MARKER)[0] if path.is_file() else ""
     wraps = dict.fromkeys(each["wrap"] for each in results["cases"].values())
     parts = [_summary(results), *(_of_wrap(results, wrap) for wrap in wraps), _unsupported(results), _of_families(results)]

@@ -1,6 +1,6 @@
 """What each rank of a case does: steps, log-probs before and after, the export before against the folder and after read back.
 
-Groups are built for the case and left after it, so that one start of ranks runs many cases. Leaves out what is right (judge.py).
+Groups are built for the case and left after it, so that one start of ranks runs many cases. Leaves out the bounds (judge.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ START_SECONDS = 120.0  # until the ranks have imported everything
 
 @dataclass(frozen=True)
 class Job:
-    """What measure.py's `measure` is called with. `result`: the file for what it returns; `folder`: for the trained model."""
+    """Arguments of measure.py's `measure`. `result`: the file for its result; `folder`: for the trained model."""
 
     config: dict[str, Any]
     result: str

@@ -1,4 +1,4 @@
-"""All cases of the table: models, what is unsupported, one start of ranks after another, vLLM, and what came out.
+"""All cases of the table: models, unsupported cases, one start of ranks after another, vLLM, and the results.
 
 Leaves out what a case is (cases.py), what its ranks do (measure.py) and the Markdown (judge.py).
 

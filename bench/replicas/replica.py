@@ -61,7 +61,7 @@ class BenchReplica(Replica):
         await self._engine.reset_prefix_cache()
 
     async def pids(self) -> dict[str, int]:
-        """The processes of this replica by what they are."""
+        """The processes of this replica by their kind."""
         workers = await self.workers("bench_pid")
         names = {f"vLLM worker {rank}": pid for rank, pid in enumerate(workers)}
         for child in psutil.Process().children(recursive=True):

@@ -35,7 +35,7 @@ class BenchWorkerExtension(WorkerExtension):
             reload.load_stream(self.weight_transfer_engine.model, [(name, tensor)])
 
     def bench_reload(self, folder: str) -> None:
-        """vLLM's own reload from a Hugging Face folder, and what it forgets on CPUs: tied embeddings, and to pack experts."""
+        """vLLM's own reload from a Hugging Face folder, and its missing steps on CPUs: tied embeddings, packed experts."""
         for layer in self.weight_transfer_engine.model.modules():
             experts.forget_kernel(layer)
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined] # the worker's

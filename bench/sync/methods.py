@@ -198,7 +198,7 @@ class SyncBench(BenchRank):
 
     def run(self) -> Measured:
         """All rounds; on rank 0 what report.py takes."""
-        pids = {  # of the processes that take part, by what they are; rank 0 alone looks at them
+        pids = {  # of the processes that take part, by their kind; only rank 0 looks at them
             name: self.trainer_pids | method.pool.call("pids")[0] if method.pool is not None else {}
             for name, method in self.methods.items()
         }
@@ -220,7 +220,7 @@ class SyncBench(BenchRank):
         return measured
 
     def _process_meter(self, method: Way, pids: dict[str, int]) -> Callable[[], dict[str, int]]:
-        """From now on; what is returned says how much more memory processes took."""
+        """From now on; the result gives the memory that processes took since."""
         meter = PeakMeter(pids, kept=self._kept.get(method.publisher, ""))
         if method.pool is not None:
             method.pool.call("give_back_free_memory")

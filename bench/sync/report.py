@@ -7,7 +7,7 @@ from bench.common.results import Results, print_table
 
 OURS = ("stream", "unverified", "lora merged", "lora adapter")
 MAX_ADAPTER_OVERHEAD = 1.01  # bytes sent over bytes trained
-RATIO_TARGETS = (  # the seconds of one method over those of another, and what is aimed at
+RATIO_TARGETS = (  # the seconds of one method over the seconds of another, and the aim
     ("disk_times_ours", "disk", "stream", {"at_least": 3.0}),
     ("stream_times_unverified", "stream", "unverified", {"at_most": 1.1}),
     ("lora_merged_times_stream", "lora merged", "stream", {"at_most": 1.25}),

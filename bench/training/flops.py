@@ -1,6 +1,6 @@
 """What a training step of a model costs by its sizes: parameters, and operations of attention. No torch in here.
 
-Leaves out the sizes themselves (megasync/models/model_shape.py) and what is measured (rank.py).
+Leaves out the sizes themselves (megasync/models/model_shape.py) and the measurements (rank.py).
 
     6 * num_active_parameters(SHAPES["30b-a3b"])      # operations a token, forward and backward, without attention
 """

@@ -53,7 +53,7 @@ class TrainBench(Program):
     """Of the first of the config's variants."""
 
     def run(self) -> Measured:
-        """Train and time; what is measured is kept after each part."""
+        """Train and time; measurements are kept after each part."""
         config, bench = self.config, self.config.bench_train
         parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=bench.variant_seconds)
         variant = bench.variants[0]
@@ -147,7 +147,7 @@ def restart_peak() -> float:
 def reserved_and_used() -> Measured:
     """With CUDA, in bytes: what torch's allocator has reserved, and what all processes use of this rank's GPU.
 
-    Their difference is the context: kernels, libraries' workspaces, NCCL. The allocator keeps what it has reserved.
+    Their difference is the context: kernels, libraries' workspaces, NCCL. The allocator keeps its reserved memory.
     """
     if not device.has_cuda():
         return {}

@@ -41,7 +41,7 @@ def measure_variant(config: BenchRoot, variant: str) -> Results:
 
 
 def run(config: BenchRoot, json_path: Path | None) -> int:
-    """Measure all variants by a prepared config; what is known so far is written after each. Exit code 1: a variant failed."""
+    """Measure all variants by a prepared config; the results so far are written after each. Exit code 1: a variant failed."""
     measured: dict[str, Results] = {}
     results = {**describe("train", config), "variants": measured}
     for variant in config.bench_train.variants:

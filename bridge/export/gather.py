@@ -73,7 +73,7 @@ class Scratch:
 class _Group(NamedTuple):
     """Items of one dtype that are gathered together: their indices in the run, and where each starts in a rank's scratch."""
 
-    memory: str  # the name of what they are gathered into
+    memory: str  # the name of the buffer that they are gathered into
     gather: GatherGroup
     dtype: torch.dtype
     indices: list[int]

@@ -43,7 +43,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, given: dict[int, Place]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._given = given
-        self._made: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by memory: (its part, what it is a copy of)
+        self._made: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by memory: (its part, the source of the copy)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""Bakes a load plan: runs a model's own `load_weights` once on meta tensors and records what it would copy where.
+"""Makes a load plan: runs a model's own `load_weights` once on meta tensors and records its copies.
 
 Nothing is changed by that. A layer is planned when every element of each of its parameters is written exactly once and vLLM
 leaves its weights as they were loaded; the others fall back to vLLM's loader, with a reason. Leaves out which layers vLLM
-transforms (vllm/weights/reload.py) and what is done with a plan (unpack.py).
+transforms (vllm/weights/reload.py) and the use of a plan (unpack.py).
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class Generator:
     async def _begin(self, lives: Sequence[RunningSample], *, yields_to_sync: bool = False, keeps_cache: bool = False) -> None:
         """Hand samples in as one batch.
 
-        A pause of mode "keep" makes the core hold what it gets; it finds the resume behind the requests in its one
+        A pause of mode "keep" makes the core hold its requests; it finds the resume behind the requests in its one
         input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
         """
         async with self._turn(yields_to_sync=yields_to_sync):

@@ -272,7 +272,7 @@ class ReplicaPool(ReplicaActors):
         return self._call(lambda actor: actor.sync_spans.remote(), CONTROL_SECONDS)
 
     def read_digests(self, timeout: float, replicas: Sequence[int] | None = None) -> dict[int, dict[str, int]]:
-        """Of each of these replicas, None: of all: digest.digest_value by HF name of what it holds."""
+        """digest.digest_value of each weight by HF name, for each of these replicas (None: all)."""
         chosen = self.members if replicas is None else replicas
         digests = self._call(lambda actor: actor.read_digests.remote(), timeout, chosen, "read_digests")
         return dict(zip(chosen, digests, strict=True))

@@ -63,7 +63,7 @@ class Replica:
         try:
             with self._output.capture(), api.noticing_failure(self._output.text):
                 self._engine = api.build_engine(self.config)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 # whatever vLLM raises, the text is what counts
+        except (Exception, SystemExit) as error:  # noqa: BLE001 # vLLM raises many types; only the message is used
             text = f"{error}\n{self._output.summary()}"
             raise RuntimeError(f"vLLM did not start for replica {self.index}: {text}") from None
         if self.config.returns_experts and routing.is_captured():
@@ -230,7 +230,7 @@ class Replica:
         """Leave the sync of the pause of this `number`, which may be on its way here; how the replica stands from now on.
 
         Raises:
-            RuntimeError: what it received in part cannot be replaced by another sync.
+            RuntimeError: another sync cannot replace the weights that it received in part.
         """
         self._last_aborted = number
         self._notice_death()

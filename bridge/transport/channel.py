@@ -3,7 +3,7 @@
 The sender is rank 0 and holds the store through which the members find each other. A member that aborts writes its reason there;
 the others look while they wait, so that nobody waits for one who is gone. On CUDA a call that queues work can itself wait for a
 broadcast whose other side is gone, for example where it loads a kernel for the first time; a thread looks too, and ends the
-group. Leaves out what is sent (nccl.py).
+group. Leaves out the messages (nccl.py).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class DeltaWriter:
     def __init__(
         self, stage: StagePlan, num_readers: int, device: torch.device, log: Path | None, store: Store = SENDERS_STORE
     ) -> None:
-        """`log`: the run's log of versions, of which the newest is what was sent last."""
+        """`log`: the run's log of versions. Its newest version is the one that was sent last."""
         self._stage, self._num_readers, self._log = stage, num_readers, log
         self._channel, address = Channel.listen(1 + num_readers, CPU)
         self.endpoint = f"{SCHEME}{address}"

@@ -42,7 +42,7 @@ class GroupWriter:
         self._channel.meet(deadline, check)
 
     def acquire(self, deadline: float, check: Callable[[], None]) -> torch.Tensor:
-        """On CUDA the buffer's former contents leave before what is queued next."""
+        """On CUDA the buffer's former contents leave before the next queued operation."""
         check()
         slot = self._count % NUM_BUFFERS
         self._channel.order(self._sent[slot], deadline, self._waits(self._count - NUM_BUFFERS), check)

@@ -44,7 +44,7 @@ def open_writer(
 
     Args:
         transport: as resolve_transport gives it.
-        stage: what is sent.
+        stage: the buffer that is sent.
         readers: the names of all vLLM workers.
         own: the indices of the readers that this writer sends to.
         log: the run's log of versions, out of which delta brings up a reader that came late.

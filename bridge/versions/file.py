@@ -1,7 +1,7 @@
 """One stage's part of a version: what its tensors are now, or what changed, in a file that is whole or not there.
 
-The bytes of the tensors come first, then what they are as JSON, then its length and digest and a mark: a file that was cut off
-ends without. It grows under another name and gets its own when it is on the disk.
+The bytes of the tensors come first, then their description as JSON, then its length and digest and a mark: a truncated file
+has no mark. It grows under another name and gets its own when it is on the disk.
 
     versions/version_00000012.stage_000
 
@@ -29,7 +29,7 @@ FULL, DELTA, DIGESTS = "full", "delta", "digests"
 
 
 class VersionLogError(ValueError):
-    """The log cannot give what is asked for; says which file, and why."""
+    """The log cannot give the requested version; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def read_header(path: Path) -> Header:
         file.seek(max(0, size - TRAILER.size - length))
         text = file.read(length)
     if hashlib.sha256(text).digest() != digest:
-        raise VersionLogError(f"{path}: is damaged: what it says of its tensors differs from its digest")
+        raise VersionLogError(f"{path}: is damaged: the description of its tensors differs from its digest")
     header, match = Header.from_json(text.decode()), NAME.fullmatch(path.name)
     if match is None or (header.version, header.stage) != (int(match[1]), int(match[2])):
         raise VersionLogError(f"{path}: is out of order: it holds version {header.version}, stage {header.stage}")

@@ -18,7 +18,7 @@ class VersionPruner:
     """Prunes the files of all stages; called by one process."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        """`keep`: the newest so many versions stay, and what they are made of."""
+        """`keep`: the number of newest versions that stay, with the files that they are built from."""
         self.folder, self.keep = folder, keep
         self._is_delta: dict[Path, bool] = {}
 

@@ -5,7 +5,7 @@ a switch for it. It is 1.1 to 2.1 times as fast as the other two, which are othe
 
 On an H200, with 16 heads of 128 on 2 KV heads and 32 768 tokens, cuDNN 9.19 reaches 627 TFLOP/s forward and 463 backward,
 FlashAttention 2 under varlen_attn 347 and 252. cuDNN takes one length per call and plans each new shape, so that sequences are
-padded at their end, where the causal mask keeps what is added out. Neither wants K and V repeated for grouped queries.
+padded at their end, where the causal mask leaves the added positions out. Neither wants K and V repeated for grouped queries.
 Windows go through varlen_attn, which skips what lies outside of them: scaled_dot_product_attention has none for cuDNN. So do
 heads above 128, which cuDNN takes in some versions and on some devices only.
 """

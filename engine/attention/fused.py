@@ -25,7 +25,7 @@ def is_enabled(fusions: str) -> bool:
 
 
 def describe(fusions: str) -> str:
-    """One line for the log: `engine.fusions` and what it selects."""
+    """One line for the log: `engine.fusions` and the kernels that it selects."""
     what = "compiled rotary embedding, SwiGLU and log-probs, fused Adam and clipping" if is_enabled(fusions) else "off"
     return f"engine.fusions={fusions}: {what}"
 

@@ -1,6 +1,6 @@
 """Sliding windows: to how many tokens each layer attends, as transformers 5.19 reads a config.json. No torch in here.
 
-Leaves out attention itself (core.py, flash.py, context.py) and what is refused (megasync/models/features.py).
+Leaves out attention itself (core.py, flash.py, context.py) and refused models (megasync/models/features.py).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         """Sequences grouped by length for padded attention: a group's longest is less than twice its shortest.
 
         Returns the groups and an inverse permutation. A group is (index, valid): `index` int64 [sequences, longest] gathers the
-        packed tokens (0 where padded), `valid` int64 lists what is not padding in the flattened group. The permutation, int64
+        packed tokens (0 where padded), `valid` int64 lists the real positions of the flattened group. The permutation, int64
         [tokens], brings the groups' valid tokens, concatenated, back into packing order.
         """
         offsets, device = self.cu_seqlens_q.tolist(), self.cu_seqlens_q.device

@@ -56,7 +56,7 @@ class File:
         """Write the file and, with a digest, read it again; returns its path.
 
         Raises:
-            RuntimeError: what is in the file is not what was exported.
+            RuntimeError: the file's contents differ from the exported tensors.
         """
         path = folder / self.name
         save_tensors(self.tensors, path, {"format": "pt"})

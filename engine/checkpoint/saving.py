@@ -42,7 +42,7 @@ class Save:
     """A checkpoint that is being written. Every rank has to call `wait`."""
 
     def __init__(self, folder: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
-        """`write`: writes what is in host memory. If it is to run beside the training, it uses no device."""
+        """`write`: writes tensors from host memory. It may run beside the training, and then uses no device."""
         self.folder = folder
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)

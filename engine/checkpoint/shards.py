@@ -69,7 +69,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
 
 
 def pieces(dims: list[Dim], start: int, end: int) -> Iterator[Piece]:
-    """The elements start .. end of a shard within the whole tensor, without what is padding there (of a first dimension)."""
+    """The elements start .. end of a shard within the whole tensor, without the padding of the first dimension."""
     position = 0
     for offsets, sizes in boxes(tuple(dim.local for dim in dims), start, end):
         begins = tuple(offset + dim.offset for offset, dim in zip(offsets, dims, strict=True))
@@ -141,7 +141,7 @@ def _shard(engine: Engine, source: _Source) -> Shard:
     dims = _dims(engine, name, weight)
     assert math.prod(dim.local for dim in dims) == weight.numel(), name
     assert source.end - source.start == local(source.parameter).numel(), name
-    is_tied = is_tied_copy(source.chunk, source.name)  # the last stage's copy of what is the first stage's
+    is_tied = is_tied_copy(source.chunk, source.name)  # the last stage's copy of the first stage's tensor
     is_replica = mpu.get_tensor_model_parallel_rank() > 0 and not getattr(weight, "tensor_model_parallel", False)
     return Shard(
         EMBEDDING if is_tied else name,

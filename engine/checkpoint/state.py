@@ -1,4 +1,4 @@
-"""Main weights and optimizer state in a checkpoint: each rank writes what it has, any layout reads what it needs.
+"""Main weights and optimizer state in a checkpoint: ranks write their shards; any layout reads those that it needs.
 
     rank_00000-000.safetensors   this rank's boxes (shards.py) of main weights, exp_avg and exp_avg_sq, float32
     index.json                   for each tensor of the whole model its shape and which file has which box of it
@@ -134,7 +134,7 @@ class Reader:
         before = parameter.detach().clone()
         values = {kind: before.new_zeros(before.numel()) for kind in entry["kinds"]}
         if takes_weight:
-            values[WEIGHT].copy_(before.view(-1))  # what is padding stays
+            values[WEIGHT].copy_(before.view(-1))  # padding stays
         else:
             del values[WEIGHT]
         for item in self._items(shard):

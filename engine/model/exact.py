@@ -1,7 +1,7 @@
 """The model under `model.exact`: megatron-core's layers with the functions of exact/ as their forward pass, as vLLM has them too.
 
 The backward pass is another one of the same functions: ordinary products, torch's RMSNorm, attention as core.py has it.
-Leaves out what is refused (rules.py) and vLLM's side (bridge/vllm/exact/).
+Leaves out refused settings (rules.py) and vLLM's side (bridge/vllm/exact/).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The output layer: the product that makes logits of hidden states, and reading the logits chunk by chunk inside the layer.
 
 A product is a function of hidden states [T, size] and the weight [vocabulary / tensor size, size], through which gradients flow.
-Leaves out what is read of the logits (objective/logits.py).
+Leaves out values read from the logits (objective/logits.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from engine.runtime.megatron import ColumnParallelLinear, tensor_parallel
 
 Values = tuple[torch.Tensor, ...]  # each float32 [T]
-# of logits [1, T, vocabulary / tensor size], labels int64 [1, T], and what else is known of each token [1, T, ...]
+# of logits [1, T, vocabulary / tensor size], labels int64 [1, T], and other values of each token [1, T, ...]
 LogitsFunction = Callable[..., Values]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

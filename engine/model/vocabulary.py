@@ -25,7 +25,7 @@ def padding_multiple(vocab_size: int, tensor_size: int) -> int | None:
 
 @torch.no_grad()
 def hide_padding(logits: torch.Tensor, mbridge: Any) -> torch.Tensor:
-    """Set the padding's logits to HIDDEN_LOGIT, in place: the gradient of what is read is 0 there by itself.
+    """Set the padding's logits to HIDDEN_LOGIT, in place: their gradient is then 0 by itself.
 
     Through `data`, which leaves the version as it is: torch makes a view of a newer version another grad_fn, without the hook
     by which Megatron-FSDP begins a backward pass (megatron-fsdp 0.6.1 megatron_fsdp.py:_root_pre_backward).

@@ -3,7 +3,7 @@
 The load-balancing loss (Switch Transformer, arXiv:2101.03961) is megatron-core's, of a micro-batch's tokens without padding; each
 micro-batch counts as its share of the mini-batch's tokens, so that it is a mean over tokens. With the experts that a rollout
 had (Rollout Routing Replay, arXiv:2510.11370) a token goes through those; their weights are made of this router's own scores,
-as the family makes them, and have gradients. megatron-core's RouterReplay keeps what it replays in one global list, in the
+as the family makes them, and have gradients. megatron-core's RouterReplay keeps its choices in one global list, in the
 order of backward passes; here every pass of a layer gets its routing, so that recomputing and pipelines need no order.
 
     route_by_sequences(chunk)                           # once

@@ -85,7 +85,7 @@ def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int)
 
 
 def hf_linears(mbridge: Any, linear: str) -> list[str]:
-    """The names in Hugging Face's model of what is fused into `linear`, in order."""
+    """The Hugging Face names of the weights that are fused into `linear`, in order."""
     names: list[str] = mbridge._weight_name_mapping_mcore_to_hf(f"{linear}.weight")
     return [name.removesuffix(".weight") for name in names]
 

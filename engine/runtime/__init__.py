@@ -2,8 +2,8 @@
 
 device.py        the device that a rank computes on
 fake_cuda.py     lets megatron-core, megatron-fsdp and mbridge run without CUDA
-megatron.py      what is used of megatron-core, imported once that is in place
-workarounds.py   what is changed in megatron-core, megatron-fsdp and mbridge, and why
+megatron.py      megatron-core's names, imported once that is in place
+workarounds.py   changes to megatron-core, megatron-fsdp and mbridge, each with its reason
 gloo.py          process groups on CPUs share their threads, and add in an order of their own
 parallel.py      process groups from a ParallelConfig
 tensor_file.py   a safetensors file, readable by whom the umask lets

@@ -1,6 +1,6 @@
 """The names that the engine uses of megatron-core, imported after the device layer. Other modules import them from here.
 
-Leaves out what is changed in it (workarounds.py) and Megatron-FSDP, which wrap/table.py imports where it is chosen.
+Leaves out changes to it (workarounds.py) and Megatron-FSDP, which wrap/table.py imports where it is chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ warnings.filterwarnings("ignore", module=r"megatron\..*")
 warnings.filterwarnings("ignore", module=r"mbridge\..*")
 # megatron-fsdp 0.6.1 warns at each step that a gather ran ahead, and waits for it (param_and_grad_buffer.py:4340)
 warnings.filterwarnings("ignore", message="There are still pending all-gather tasks")
-# the same once a rank of Megatron-FSDP (megatron-fsdp 0.6.1 mixed_precision.py:115), which also calls what torch has renamed
+# the same once a rank of Megatron-FSDP (megatron-fsdp 0.6.1 mixed_precision.py:115), which also calls renamed functions of torch
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -30,7 +30,7 @@ def enable_expandable_segments() -> None:
 
     Packed batches differ in length, so each step asks for other sizes than the one before, and without it cached segments that
     fit none of them pile up until the GPU is full. Call before the first tensor is on the GPU. Other processes cannot map such
-    memory by CUDA's IPC handles: what they are to map is made with the setting off (bridge/transport/ipc.py).
+    memory by CUDA's IPC handles: memory that they map is allocated with the setting off (bridge/transport/ipc.py).
     """
     if has_cuda() and not any(os.environ.get(name) for name in ENVIRONMENT):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -47,7 +47,7 @@ def return_free_memory() -> None:
     glibc, and where the user's own GLIBC_TUNABLES configure it.
 
     Activations differ in size from step to step, so that holes between what lives on fit little of the next step's. malloc gives
-    back by itself what is free at the end of the heap alone (mallopt(3), M_TRIM_THRESHOLD).
+    back by itself only memory that is free at the end of the heap (mallopt(3), M_TRIM_THRESHOLD).
     """
     if has_cuda() or not hasattr(LIBC, "mallinfo2") or TRIM_THRESHOLD in os.environ.get("GLIBC_TUNABLES", ""):
         return

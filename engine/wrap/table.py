@@ -33,7 +33,7 @@ class DdpChunk:
         self.is_in_place = not ddp_config.overlap_param_gather
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
-        """(local name, tensor) of the parameters, a transformer layer at a time; what is outside of the layers stands alone."""
+        """(local name, tensor) of the parameters, a transformer layer at a time; each one outside of the layers alone."""
         if not self.is_in_place:
             self.module.start_param_sync(force_sync=True)
         named = self.module.module.named_parameters()

@@ -68,7 +68,7 @@ class Unsharder:
     def __iter__(self) -> Iterator[NamedTensors]:
         """Collective over data-parallel ranks, to the end. Tensors are valid until the next unit is requested.
 
-        A gather is ordered after everything queued on the stream before it, so that it never overwrites what is still read.
+        A gather is ordered after everything queued on the stream before it, so that no buffer is overwritten while it is read.
         """
         self._fsdp.synchronize_param_gather()
         for memory, size in zip(self._scratch, self._sizes, strict=True):

@@ -6,7 +6,7 @@ sizes.py        keys against the model's sizes and the number of ranks
 teacher.py      whether a model can be the policy's teacher
 unused.py       keys that have no effect beside others
 endpoint.py     whether a teacher's server answers, with the policy's tokenizer
-exact.py        what is not exact or deterministic
+exact.py        settings that are not exact or not deterministic
 data.py         evaluation sets, episodes, and vLLM's arguments, which vLLM itself is asked about
 own_functions.py  losses, advantages, filters, callbacks and loggers of the user's own
 resume.py       the checkpoint that the run would resume from

@@ -45,7 +45,7 @@ class OwnScores:
 
     @property
     def best(self) -> float:
-        """Ours give 1 to a right answer; of others the scale is unknown, and the best is what they give at most."""
+        """Built-in rewards give 1 to a right answer. The scale of others is unknown: the highest value counts as the best."""
         return 1.0 if self.reward in REWARDS else max((value for value in self.values if value is not None), default=0.0)
 
     @property

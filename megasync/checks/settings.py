@@ -83,10 +83,10 @@ def _algorithm_errors(config: Config) -> Iterator[ConfigError]:
         needs = "rollout.max_staleness=0, and no rollout.episode"
         given = f"rollout.{key} = {shown_value(getattr(rollout, key))}"
         problem = f"{given}: prompts are aborted in synchronous runs of responses alone"
-        yield wrong(config, "rollout.oversample", problem, needs=needs, remedy="write rollout.oversample=1, or what it needs")
+        yield wrong(config, "rollout.oversample", problem, needs=needs, remedy="write rollout.oversample=1, or change those keys")
     if config.run.stop_at_accuracy and not is_measured:
         needs = "algorithm.name=sft, data.eval, rollout.evaluate_every_steps above 0"
-        lines = {"needs": needs, "remedy": "set what it needs, or write run.stop_at_accuracy=0"}
+        lines = {"needs": needs, "remedy": "set the keys that it needs, or write run.stop_at_accuracy=0"}
         yield wrong(config, "run.stop_at_accuracy", "the accuracy is not measured during training", **lines)
 
 

@@ -51,7 +51,7 @@ def rank_errors(config: Config, world_size: int) -> Iterator[ConfigError]:
 
 
 def engine_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
-    """Parallel sizes divide the model; the dtype, adapters and what is recomputed fit it."""
+    """Parallel sizes divide the model; its dtype, adapters and recomputed layers fit it."""
     parallel, dtype = config.engine.parallel, config.model.dtype
     names = ("num_attention_heads", "num_key_value_heads", *shape.split_sizes, "shared_expert_intermediate_size", *DELTA_HEADS)
     split = {name: getattr(shape, name) for name in names}

@@ -90,7 +90,7 @@ class Encoder:
         except Exception as error:  # the tokenizers package raises plain ones, for a character without a token
             if len(examples) == 1:
                 message = f"{examples[0].place}: the tokenizer cannot encode {texts[0]!r:.80}: {error}"
-                remedy = "take the line out, or give the tokenizer a token for what it does not know"
+                remedy = "take the line out, or give the tokenizer an unknown token"
                 raise ConfigError(message, remedy=remedy) from error
             pairs = zip(examples, texts, strict=True)
             return [ids for one, text in pairs for ids in self._encode([one], [text], special=special, backend=backend)]

@@ -149,7 +149,7 @@ class Answers:
         return self._next in self._former
 
     def next(self, what: str, asked: Any) -> tuple[int, EnvironmentAnswer | None]:
-        """The place of what is asked for now, and the former answer to it."""
+        """The place of the current request, and the recorded answer to it."""
         place, self._next = self._next, self._next + 1
         former = self._former.get(place)
         if former is not None and former.is_whole and (former.what, former.asked, True) == (what, *as_json(asked)):

@@ -25,7 +25,7 @@ class Task:
     prompt_ids: tuple[int, ...]
     answer: str
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # the other fields of the line
-    seed: int = 0  # of the group: what is drawn from it is the same for its members, and in a run that is repeated
+    seed: int = 0  # of the group: its members draw the same values from it, and so does a repeated run
     member: int = 0  # of the group
     turns: tuple[tuple[str, str], ...] = ()  # the prompt as messages: role and content, with data.system_prompt
     line: int = 0  # of the data file, from 1

@@ -176,7 +176,7 @@ class TemplateRenderer:
         return self.tokens.encode(text, known), False
 
     def _added(self, text: str, index: int, answer: Answer, known: Mapping[str, Sequence[int]]) -> list[int] | None:
-        """The tokens behind the sampled ones; None where the template writes what is before them in another way now."""
+        """The tokens behind the sampled ones; None where the template now renders the text before them in another way."""
         rest = text.removeprefix(answer.prompt.text)
         reasoning, content = mark(index, "reasoning"), mark(index, "content")
         if not text.startswith(answer.prompt.text) or content not in rest or (known.get(reasoning) and reasoning not in rest):
@@ -239,7 +239,7 @@ class TemplateRenderer:
             raise MessageError(f"{message}. Write them in an order that the template takes") from error
 
     def _renders(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """The template takes these and writes what is to be seen of them."""
+        """The template accepts these and renders their contents."""
         try:
             return PROBE in self._apply(messages, tools, generate=True)
         except MessageError:

@@ -91,7 +91,7 @@ def objects(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 class Fields(NamedTuple):
-    """Which fields of a request a protocol knows. None and what is empty say nothing; any other is refused."""
+    """Which fields of a request a protocol knows. None and empty values are ignored; any other field is refused."""
 
     taken: frozenset[str]
     harmless: frozenset[str]  # they do not change the answer

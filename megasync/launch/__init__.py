@@ -6,7 +6,7 @@ node_ray.py     its part of the run's Ray
 elastic.py      torch's elastic rendezvous for them
 head_store.py   the store at the head node, and how it is found
 members.py      which nodes are here, in which order: pure
-preflight.py    what is compared between nodes before the start
+preflight.py    comparisons between nodes before the start
 probe.py        the program that measures the network between them
 ray_cluster.py  Rays that live as long as a run
 driver.py       the program of a Ray job: one actor a trainer rank

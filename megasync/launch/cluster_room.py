@@ -69,7 +69,7 @@ def placement_problem(nodes: Nodes, demand: Demand) -> str:
     """Why trainer and replicas cannot both have a place; empty where they can.
 
     A rank takes a CPU, and a GPU where the cluster has any; a replica takes its GPUs of one node. The trainer is placed first, on
-    the nodes with most room; what it leaves is counted for the replicas.
+    the nodes with most room; the remaining GPUs are counted for the replicas.
     """
     has_gpus = any(resources.get("GPU", 0) for resources in nodes.values())
     kind = "GPU" if has_gpus else "CPU"

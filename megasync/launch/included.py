@@ -38,7 +38,7 @@ def _is_module(path: Path) -> bool:
 
 
 def as_packages(modules: Sequence[Path]) -> list[Path]:
-    """Folders alone, which is what Ray's job client takes: a module becomes a package of its name, until this process ends."""
+    """Ray's job client accepts folders alone: a module becomes a package of its name, until this process ends."""
     if all(map(Path.is_dir, modules)):
         return list(modules)
     folder = Path(tempfile.mkdtemp(prefix="megasync-include-"))

@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED, TERMINATED = 130, 143  # the exit codes of shells for Ctrl-C and SIGTERM
 UNREAD = 141  # that for SIGPIPE
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command resumes, with checkpoint.resume=auto
-REFUSED = 2  # that of a rank, or a command, that has said what is wrong with the config, and started nothing
+REFUSED = 2  # exit code of a rank or command that refused the config with a message, and started nothing
 PIDFD_REMEDY = "take Linux 5.3 or later, and a Python that was built on it, such as a distribution's own or uv's"
 ORPHAN_SECONDS = 15  # for a rank whose launcher is gone to take its replicas down
 

@@ -45,7 +45,7 @@ ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": LOOPBACK,
-    # Ray takes the loopback's address for its own, which is what all of its processes then listen on, only without clusters
+    # Ray takes the loopback's address for its own, on which all of its processes then listen, only without clusters
     # (ray 2.60, _private/services.py:815). Read when ray is imported.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }

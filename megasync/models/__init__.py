@@ -1,6 +1,6 @@
 """Hugging Face model folders. Nothing imports torch at the start.
 
-folder.py       which models there are, and what is wrong with a folder
+folder.py       the known models, and the checks of a folder
 model_shape.py  the sizes of a model, and those of well-known ones
 declared.py     fields of transformers' config classes, by their source
 features.py     fields of config.json that the engine or vLLM would compute wrongly

@@ -63,7 +63,7 @@ EXPERT_SIZES = ("num_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
 def check_model_folder(folder: str | Path) -> ModelShape:
-    """ConfigError names the folder or file, what is wrong and the remedy."""
+    """ConfigError names the folder or file, the fault and the remedy."""
     shape = check_model_config(Path(folder))
     check_weights(Path(folder))
     check_tensors(Path(folder), shape, _read_model_config(Path(folder) / "config.json"))

@@ -112,7 +112,7 @@ def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     has_delta_net = [kind == DELTA for kind in layer_types(fields)] if shape.num_delta_layers else [False] * len(layers)
     for layer in layers:
         has_experts = shape.num_experts and layer >= shape.first_k_dense_replace
-        of_layer = {f"{name}.weight": (hidden,) for name in norms}
+        of_layer: Shapes = {f"{name}.weight": (hidden,) for name in norms}
         of_layer |= _delta_net(shape) if has_delta_net[layer] else attention
         of_layer |= experts if has_experts else dense
         found |= {f"model.layers.{layer}.{name}": size for name, size in of_layer.items()}

@@ -29,7 +29,7 @@ MATH_SECONDS = 5  # for one sample
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """One finished response, as text, and what is known of its prompt."""
+    """One finished response, as text, with its prompt's fields."""
 
     prompt: str
     response: str  # without the end-of-sequence token

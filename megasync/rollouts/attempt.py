@@ -1,4 +1,4 @@
-"""An attempt at an episode: what is known of it while it runs, as part of a checkpoint, and its result.
+"""An attempt at an episode: its state while it runs, which is part of a checkpoint, and its result.
 
 Leaves out who plays it and who asks the replicas (turns.py).
 

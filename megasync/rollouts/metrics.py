@@ -95,7 +95,7 @@ def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
 
 
 def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """Of each group, with their penalties: what advantages are made of."""
+    """The rewards of each group, with their penalties. Advantages are computed from them."""
     groups: dict[int, list[float]] = {}
     for member in members_of(samples):
         penalty = penalty_fields(config, sum(one.num_sampled for one in member)).get("penalty", 0.0)

@@ -116,7 +116,7 @@ def packed(groups: Sequence[SavedGroup], *, with_experts: bool = True) -> dict[s
 
 
 def _supports(done: Sequence[Completion]) -> dict[str, Any]:
-    """Arrays that are there where samples have a support."""
+    """Arrays of samples with a support."""
     if not any(completion.support.size for completion in done):
         return {}
     lengths = np.array([len(completion.support) for completion in done], np.int64)
@@ -132,7 +132,7 @@ def _pieces(done: Completion | EpisodeResult) -> list[Completion]:
 
 
 def _of_episodes(done: Sequence[Completion | EpisodeResult]) -> dict[str, Any]:
-    """Arrays that are there where samples are episodes."""
+    """Arrays of samples that are episodes."""
     played = [one for one in done if isinstance(one, EpisodeResult)]
     if not played:
         return {}

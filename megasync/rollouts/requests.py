@@ -169,7 +169,7 @@ def token_fields(prompts: Prompts, done: Completion | EpisodeResult) -> dict[str
 
 
 def episode_line(prompts: Prompts, played: EpisodeResult, *, answer: str, reward: float) -> dict[str, Any]:
-    """With its branches as pieces of text, each sampled or given; the response is what follows the first branch's prompt."""
+    """With its branches as pieces of text, each sampled or given; the response is the text after the first branch's prompt."""
     versions = [branch.weight_versions[branch.is_sampled] for branch in played.branches]
     first = played.branches[0].token_ids[played.branches[0].prompt_length :] if played.branches else np.empty(0, np.int32)
     return {

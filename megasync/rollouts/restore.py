@@ -72,7 +72,7 @@ def order_notes(progress: Progress, order: PromptOrder, sampler: str) -> list[st
 
 def _notes(num_groups: int, own: StreamSettings, num_other: int, num_late: int, num_rescored: int) -> list[str]:
     limits = f"rollout.max_staleness={own.max_staleness}, data.batch_size={own.batch_size} and run.steps={own.num_steps}"
-    parts = [f"{num_other} start again, since their prompt, how it is sampled or what is played has changed"] if num_other else []
+    parts = [f"{num_other} start again, since their prompt, sampling parameters or episode have changed"] if num_other else []
     parts += [f"{num_late} start again, since with {limits} no step could train them in time"] if num_late else []
     parts += [f"{num_rescored} are scored again, since their answer or rollout.reward has changed"] if num_rescored else []
     return [f"of {num_groups} prompts that had begun and were not trained " + "; ".join(parts)] if parts else []

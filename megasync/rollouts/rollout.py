@@ -286,7 +286,7 @@ def _nothing(group: Group) -> Sample:
 
 
 def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:
-    """With no staleness a batch is handed out whole, so that what is generated does not depend on who is done first."""
+    """With no staleness a batch is handed out whole, so that its contents do not depend on the order of completion."""
     rollout = config.rollout
     return StreamSettings(
         max_staleness=rollout.max_staleness,

@@ -51,7 +51,7 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """`max_tokens`: of a prompt with what is sampled after it."""
+    """`max_tokens`: of a prompt together with its sampled tokens."""
 
     max_turns: int
     max_tokens: int

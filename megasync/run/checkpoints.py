@@ -1,4 +1,4 @@
-"""A run's checkpoints: the one that it resumes from, those that it writes, and when. Leaves out what is in one.
+"""A run's checkpoints: the one that it resumes from, and when it writes new ones. Leaves out their contents.
 
 Weights may be newer than the newest checkpoint: a version of the run's log is the weights alone, and which prompts they were
 trained on is in the marker, a file beside the versions that each step replaces. Leaves out the log itself (bridge/versions/).

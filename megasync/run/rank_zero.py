@@ -41,11 +41,11 @@ MESSAGE_ELEMENTS = 2**28  # of 4 bytes
 
 
 class RankZeroError(RuntimeError):
-    """Rank 0 failed at what it does for all; raised on every rank with its text."""
+    """Rank 0 failed in work that it does for all ranks; raised on every rank with its message."""
 
 
 def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda result: result) -> Any:
-    """Do `work` on rank 0 alone; what it returns, on every rank; its failure too, so that nobody waits. Collective.
+    """Do `work` on rank 0 alone. Every rank returns its result, or raises its error, so that none waits. Collective.
 
     `for_others`: what the other ranks get of that result, where it is not the whole.
 

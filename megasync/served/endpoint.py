@@ -2,7 +2,7 @@
 
 A request that finds no server, times out, or meets an error of the server's own is sent again, to the URL with the least to do
 that is not failing, with growing pauses, for `patience_seconds`. OPENAI_API_KEY is sent where it is set. Log-probs of prompts are
-at temperature 1, and -9999 stands for -inf (vLLM's clamp). Belongs to one event loop. Leaves out the callers (teachers.py, judges).
+at temperature 1, and -9999 stands for -inf (vLLM's clamp). Belongs to one event loop. Callers: teachers.py and judges.
 
     endpoint = Endpoint(EndpointSettings("teacher.endpoint", ("http://host:8000/v1",)))
     (scores,) = await endpoint.prompt_log_probs([[1, 2, 3]], top_k=64)

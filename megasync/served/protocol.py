@@ -1,6 +1,6 @@
 """ServedModel: a model beside the policy whose weights stay as they are, as a pool of replicas or as an endpoint.
 
-Leaves out both forms (pool.py, endpoint.py), and what they are asked for (rollouts/teachers.py).
+Leaves out both forms (pool.py, endpoint.py), and its callers (rollouts/teachers.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
   colocated replicas, `engine.lora.sync=adapter`, GPUs.
 - It listens on loopback; for another `service.host` the environment needs MEGASYNC_API_KEY. Web pages are not answered.
 
-bodies.py    JSON bodies of the client, and what they are refused for
+bodies.py    JSON bodies of the client, and their validation
 wire.py      the same of its protobuf messages
 calls.py     a request as a call of the worker, in its client's order
 journal.py   the log of requests and results, from which a killed server is restored

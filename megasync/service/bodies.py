@@ -1,4 +1,4 @@
-"""JSON bodies of Tinker's client (0.38), as pydantic models, and what they are refused for.
+"""JSON bodies of Tinker's client (0.38), as pydantic models, and their validation.
 
 Leaves out passes, which come in protobuf (wire.py), and routes (http.py).
 """
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class BadRequestError(ValueError):
-    """A request that says what it must not, by name. Nothing has been done."""
+    """An invalid request. The message names the field; nothing has been done."""
 
 
 Number = Annotated[int, Field(ge=0, lt=2**63)]
@@ -173,7 +173,7 @@ class WeightsInfo(Body):
 
 
 def parse(kind: type[Body], body: bytes) -> Any:
-    """BadRequestError names the field and what is wrong with it."""
+    """BadRequestError names the field and its fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

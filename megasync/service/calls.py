@@ -46,7 +46,7 @@ class Reader:
     samplers: dict[str, str] = field(default_factory=dict)  # sampling sessions and their versions
 
     def read(self, kind: str, body: bytes) -> Call:
-        """BadRequestError says by name what is wrong."""
+        """BadRequestError names the field and its fault."""
         return getattr(self, f"_{kind}")(body)  # type: ignore[no-any-return]
 
     def accepted(self, call: Call, name: str) -> None:

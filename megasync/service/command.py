@@ -4,7 +4,7 @@
     TINKER_API_KEY=tml-mine python my_loop.py     # tinker.ServiceClient(base_url="http://127.0.0.1:8000")
 
 Started by hand it checks the config and becomes torchrun; each rank runs `serve_rank`. Rank 0 has the HTTP server in a thread,
-and takes one work after another from its desk; all ranks execute what it hands out, over the control group. After a kill the
+and takes one work after another from its desk; all ranks execute that work, over the control group. After a kill the
 same command goes on where the log ends.
 """
 

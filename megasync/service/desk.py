@@ -161,7 +161,7 @@ class Desk:
                 self._changed.wait()
 
     def finish(self, request: Request, result: Result) -> str:
-        """Keep the result and wake up whoever waits. Returns what is wrong where a repeated request had another result before."""
+        """Keep the result and wake up its waiters. Returns a message where a repeated request had another result before."""
         with self._changed:
             self._in_flight.discard(request)
             request.call = dataclasses.replace(request.call, arguments={})

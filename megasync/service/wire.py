@@ -1,4 +1,4 @@
-"""What Tinker's client (0.38) sends and expects in protobuf: passes and samples, and what they are refused for.
+"""Protobuf messages of Tinker's client (0.38): passes and samples, and their validation.
 
 The messages are built from a table of field numbers, which protobuf never changes, so that the client's package need not be
 installed here. Nothing from the wire is unpickled. Leaves out JSON (bodies.py) and routes (http.py).

@@ -1,4 +1,4 @@
-"""One worker process as the trainer holds it: start, send, receive, kill. program.py is what runs in it.
+"""One worker process as the trainer holds it: start, send, receive, kill. It runs program.py.
 
 It is a new Python, not a fork: it has nothing of the trainer's (CUDA, Ray, threads, torch) and sees no GPU. The process that is
 started is a subreaper (subreaper.py), which forks the worker and ends all that is below it. Both end with the trainer, however it

@@ -1,6 +1,6 @@
 """The parent of a worker: no program that a job has started outlives the worker, whatever session it has moved to.
 
-It is what the trainer starts, and forks the worker (program.py) before anything is loaded. Descendants in sessions of their own,
+The trainer starts this process, which forks the worker (program.py) before it loads anything. Descendants in their own sessions,
 and those whose parents are gone, become its children (PR_SET_CHILD_SUBREAPER in man 2 prctl). Once the worker or the trainer has
 ended in any way, it kills all its descendants, then ends as the worker did. SIGTERM kills the worker; SIGUSR1 is passed on to it.
 Leaves out the end of one job's processes while the worker continues (children.py). No torch in here.

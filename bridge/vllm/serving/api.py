@@ -4,7 +4,7 @@ register       the entry point `vllm.general_plugins`: every vLLM process calls 
 environment    variables to set before vLLM is imported
 build_engine, stop_engine, pause, num_tokens, sleep, wake, finish_update   an AsyncLLM from a ReplicaConfig
 
-Leaves out what it is asked (requests.py), what replaces parts of vLLM (patches.py), and its weights: loading, reading back,
+Leaves out its requests (requests.py), replaced parts of vLLM (patches.py), and its weights: loading, reading back,
 adapters (vllm/weights/). vLLM is imported inside the functions: the trainer imports this file too.
 """
 
@@ -247,7 +247,7 @@ async def finish_update(engine: Any, version: int, *, adapter: bool, recompute: 
     computed with other weights; whether that was possible: not where requests are held, unless theirs are to be computed
     anew (`recompute`). vLLM knows nothing of an update that brought an adapter.
 
-    The core takes what it is asked in this order (v1/engine/core.py:926), so that nothing waits for the answer before it.
+    The core takes requests in this order (v1/engine/core.py:926), so that none waits for the answer to an earlier one.
     """
     calls = [] if adapter else [engine.finish_weight_update()]
     if hasattr(engine, "update_weight_version"):

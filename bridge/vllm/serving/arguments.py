@@ -56,7 +56,7 @@ REFUSED = {
     **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank", "pipeline_parallel_size"), _WORKERS),
     "convert": "replicas generate",
     "enable_chunked_prefill": _CHUNKS,
-    "generation_config": "sampling is what the keys of rollout say",
+    "generation_config": "the keys of rollout set the sampling",
     "load_format": "adapters are served on the weights of model.path",
     "logprobs_mode": "importance ratios need the log-probs at the temperature that was sampled at",
     "prefill_context_parallel_size": _WORKERS,

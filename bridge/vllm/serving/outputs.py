@@ -97,7 +97,7 @@ class HeldTokens:
 
 
 def take_plain_tokens(scheduler: Any, scheduled: Any, ran: Any, held: dict[str, HeldTokens]) -> Any:
-    """Append the step's tokens that end nothing to the held ones; the SchedulerOutput of what is left for upstream.
+    """Append the step's tokens that end nothing to the held ones; the SchedulerOutput of the rest, for upstream.
 
     A token is plain where upstream's loop would only append it: not the first of its request, which is running, the only one of
     the step, none that may end the request, and below the limits.
@@ -208,7 +208,7 @@ class PendingOutputs:
         return True
 
     def forget(self, requests: dict[str, Any]) -> None:
-        """Drop what is held of requests that are not among the scheduler's: they were aborted."""
+        """Drop held tokens of requests that the scheduler no longer has: they were aborted."""
         for name in self.tokens.keys() - requests.keys():
             del self.tokens[name]
 

@@ -42,7 +42,7 @@ def is_packed(layer: Any) -> bool:
 
 
 def slices(path: str, layer: Any) -> Iterator[Slice]:
-    """This worker's parts of what is fused or lies in the layer itself: it has some heads' rows of each part."""
+    """This worker's parts of fused weights and of the layer's own parameters: it has some heads' rows of each part."""
     rank, keys, values = layer.tp_rank, layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     for name in PARAMETERS:
         tensor = getattr(layer, name).detach()
@@ -64,7 +64,7 @@ def projection_rows(layer: Any, sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def _convolution(layer: Any) -> torch.Tensor:
-    """[channels, 1, tokens]. Where it is packed, what it was packed of, if that gives what the layer computes with."""
+    """[channels, 1, tokens]. Where it is packed, the source of the packing, if the layer's computation equals it."""
     weight: torch.Tensor = layer.weight.detach()
     if not is_packed(layer):
         return weight

@@ -1,7 +1,7 @@
 """vLLM's multi-latent attention: a layer multiplies by two parts of kv_b_proj's weight, which it makes after loading.
 
 It generates with W_UK_T and W_UV (model_executor/layers/attention/mla_attention.py:1325), and takes prompts in with kv_b_proj
-itself. Mostly they are views of its weight, and so what a load plan writes; what is none is renewed after each sync, at its
+itself. Mostly they are views of its weight, which a load plan writes; copies are renewed after each sync, at their
 address, which captured graphs know. Depends on the vLLM version as vllm/serving/api.py does.
 """
 

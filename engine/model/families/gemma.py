@@ -1,4 +1,4 @@
-"""Gemma 3's text models (model_type gemma3_text) in the local layer spec: what they have that other families do not.
+"""Gemma 3's text models (model_type gemma3_text) in the local layer spec: the parts that other families lack.
 
 Norms after attention and MLP besides those before, all of them with weights around 0; GELU in the gated MLP; a scale of the
 embeddings; layers with a sliding window (windows.py) that have other rotary frequencies (rope.py). Everything else is Qwen 3's,

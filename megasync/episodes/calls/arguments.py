@@ -69,7 +69,7 @@ def arguments_of(given: Any) -> dict[str, Any]:
 def typed(values: Iterable[tuple[str, str]], parameters: Any) -> dict[str, Any]:
     """Texts as the tool's `parameters`, a JSON schema, want them: a text stays one wherever the schema takes a text.
 
-    The one exception is `null` where it takes null, too. Where the schema does not say, what is JSON is read as such.
+    The one exception is `null` where it takes null, too. Where the schema does not say, valid JSON is read as JSON.
 
     Raises:
         UnreadableError: an argument occurs twice, or is nothing that the schema takes.

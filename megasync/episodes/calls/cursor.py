@@ -21,7 +21,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 class Cursor:
-    """A place in a text, which goes on with what is read."""
+    """A position in a text; reading moves it on."""
 
     def __init__(self, text: str, place: int, tools: Sequence[Tool]) -> None:
         self.text, self.place = text, place

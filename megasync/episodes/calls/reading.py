@@ -1,4 +1,4 @@
-"""All tool calls of a text, in the order in which they stand there, and what is no call.
+"""All tool calls of a text, in their order, and the text around them.
 
 read_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes", tools)
 """
@@ -25,7 +25,7 @@ class Broken:
 
 
 class Read(NamedTuple):
-    """`content`: what is no call, and calls that cannot be read."""
+    """`content`: the text outside of calls, and calls that cannot be read."""
 
     content: str
     calls: list[Call]

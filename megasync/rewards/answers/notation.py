@@ -3,7 +3,7 @@ r"""Answers taken apart by their notation: lists, tuples, intervals, sets, union
     notation(r"\{1, \sqrt{2}\}")      # Notation("set", ("1", r"\sqrt{2}"))
     number(r"1.5 \times 10^3")        # Number(Fraction(1500), decimals=None)
 
-Every text in here is in the spelling of tidy.py. Leaves out what formulas are worth (equal.py).
+Every text in here is in the spelling of tidy.py. Leaves out the values of formulas (equal.py).
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _unit(words: list[str], *, attached: bool) -> str | None:
 
 
 def _is_noun(word: str, *, attached: bool) -> bool:
-    """Whether a word that is no known unit can be what is counted."""
+    """Whether a word that is no known unit can name the thing that is counted."""
     if re.match(f"[{CJK}]", word):
         return True
     lower = word.lower()

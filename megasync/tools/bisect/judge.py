@@ -162,7 +162,7 @@ def systematic(out: torch.Tensor, right: Sequence[torch.Tensor], dtype: torch.dt
 
     So another eps of a norm is seen that is less than a rounding at every element. Rows of one token, `token_ids` [rows], may be
     alike, and so rounded alike: between them nothing averages out. Nor does it where the inverse of a row's rms is nearly a power
-    of two: what is multiplied by 1.002 in bfloat16 mostly rounds back to what it was. So `right` holds the expected values, and
+    of two: a bfloat16 value times 1.002 mostly rounds back to itself. So `right` holds the expected values, and
     after them their roundings, which a right norm gives but for a few elements. The nearest counts.
     """
     value = right[0]

@@ -1,4 +1,4 @@
-"""The results that are compared, in the order in which a decoder computes them: what each is named, and what it is computed from.
+"""The compared tensors, in the order in which a decoder computes them, with their names and inputs.
 
     sites = sites_of(num_layers=2, has_head_norms=True)
     sites["model.layers.0.mlp.act_fn"].inputs     # the sites of gate_proj and up_proj

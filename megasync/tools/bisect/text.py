@@ -61,7 +61,7 @@ def _verdict(found: Finding) -> Iterator[str]:
     culprit = found.culprit
     if culprit is None:
         worst = max(found.judgement.locals, key=lambda each: each.ratio)
-        yield "nothing but rounding: every module of both sides gives what it should for its inputs"
+        yield "nothing but rounding: every module of both sides computes the right output for its inputs"
         yield f"  nearest to its bound: {worst.site} of the {worst.side}, at {worst.ratio:.2f} of it"
         return
     yield f"first wrong module: {culprit.site} of the {culprit.side} ({culprit.operation})"

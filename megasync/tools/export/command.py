@@ -49,7 +49,7 @@ def find_weights(run: Path, step: int | None = None) -> Path:
     """The Hugging Face folder of the checkpoint of `step`, or of the newest; the run's own `hf` where there is none.
 
     Raises:
-        ConfigError: there is no such run or checkpoint; the message lists what is there.
+        ConfigError: there is no such run or checkpoint; the message lists the existing ones.
     """
     if not run.is_dir():
         folders = [path for path in run.parent.glob("*") if path.is_dir() and not path.name.startswith(".")]
@@ -123,7 +123,7 @@ def hold(checkpoint: Path, scratch: Path, run: Path) -> Path:
 
 
 def release(scratch: Path) -> None:
-    """Close and remove what is held below the folder."""
+    """Close and remove the exporter's files below the folder."""
     for held in scratch.glob("held_*"):
         for path in held.glob("*/*"):
             if path.readlink().is_relative_to("/proc"):
