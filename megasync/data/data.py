@@ -193,7 +193,10 @@ def _field(row: Row, key: str) -> Any:
 
 
 def _missing(place: str, key: str, config_key: str, above: list[str], fields: Any) -> NoReturn:
-    present = [".".join([*above, name]) for name in fields] if isinstance(fields, Mapping) else []
+    if not isinstance(fields, Mapping):
+        remedy = f"write {config_key}={'.'.join(above)}, or give the line a {key!r}"
+        raise ConfigError(f"{place}: {'.'.join(above)!r} is a {type(fields).__name__}, without a field {key!r}", remedy=remedy)
+    present = [".".join([*above, name]) for name in fields]
     near = nearest_name(key, present)
     remedy = f"write {config_key}={near or 'KEY'}, or give the line a {key!r}"
     raise ConfigError(f"{place}: has no key {key!r}", keys=", ".join(present[:20]) or "none", nearest=near, remedy=remedy)

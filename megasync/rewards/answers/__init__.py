@@ -5,5 +5,6 @@ tidy.py       one spelling of an answer: LaTeX without what does not change its 
 notation.py   lists, tuples, intervals, sets, unions and matrices taken apart; numbers, times and bases
 read.py       which part of a response is its answer
 formulas.py   whether two formulas are equal, by math-verify
-equal.py      whether two answers are equal
+values.py     whether two single values are equal: numbers, units, words
+equal.py      whether two answers are equal, part by part
 """

@@ -11,28 +11,20 @@ answer stands in a text (read.py).
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 
 from megasync.rewards.answers.formulas import judge, letters_of
-from megasync.rewards.answers.notation import Notation, Number, based, notation, number, time_of_day
-from megasync.rewards.answers.tidy import has_words, key, tidy
-from megasync.rewards.answers.units import split_unit, units_agree
+from megasync.rewards.answers.notation import Notation, based, notation, number, time_of_day
+from megasync.rewards.answers.tidy import key, tidy
+from megasync.rewards.answers.values import NAME, is_label, named, same_single, same_value
 
 MAX_CHARACTERS, MAX_PARTS, MAX_DEPTH = 2000, 60, 24  # of an answer; of a longer one only the text is compared
 CHOICE = re.compile(r"(?:(?:option|choice|Option|Choice)\s)?(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?\s*(.*)", re.DOTALL)
+POINT = re.compile(r"([A-Z])\s?(\([^()]*(?:\([^()]*\)[^()]*)*\))")
+INDEX = re.compile(r"_\{?\d\}?\Z")
 IS_IN = "\\in\\mathbb"
 RESIDUE = re.compile(r"(?P<name>[A-Za-z]\s?\\equiv\s?)?(?P<value>\d+)\s*\(?\s*\\?[pb]?mod\s*\{?\s*(?P<modulus>\d+)\s*\}?\s*\)?")
-DEGREES = re.compile(r"(-?[\d.]+)\s?°")
-FALLING = re.compile(r"([^<>]+)(>|\\ge(?![a-z]))([^<>]+?)(>|\\ge(?![a-z]))([^<>]+)")
-EQUALS = re.compile(r"(?<![<>:])=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])")
-NAME = re.compile(
-    r"\s*(?:\\(?:sin|cos|tan|cot|sec|csc)\s?)?(?:[A-Za-z](?:_\{?[\w ]+\}?)?'*(?:\s?\([^()]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
-    r"|[|]?[A-Z]{1,4}[|]?|\|[a-z]\||\([A-Za-z](?:\s?,\s?[A-Za-z])+\)"
-    r"|\\(?:angle|triangle|overline|vec|hat|mathbf|mathcal)\s?\{?[A-Za-z]+\}?)\s*°?"
-)
 
 
 def same_text(gold: str, answer: str) -> bool:
@@ -86,7 +78,7 @@ def _same(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
     if our_name and their_name and key(our_name) != key(their_name):
         return False
     if ours.kind == theirs.kind == "one":
-        return _same_single(gold, answer)
+        return same_single(gold, answer)
     return _same_parts(ours, theirs)
 
 
@@ -165,7 +157,7 @@ def _same_ratio(gold: str, answer: str) -> bool | None:
     is_whole = plain is not None and plain.value.denominator == 1
     if is_whole or len(quotient) != 2 or min(len(ours), len(theirs)) != 1 or not all(number(part.strip()) for part in quotient):
         return False
-    return _same_value(
+    return same_value(
         *(text if ":" not in text else "\\frac{{{}}}{{{}}}".format(*map(str.strip, quotient)) for text in (gold, answer))
     )
 
@@ -177,9 +169,11 @@ def _apart(text: str) -> tuple[str, Notation]:
     """The name that stands before "=" or "in", of an answer of several parts, and the parts."""
     apart = notation(text)
     if apart.kind == "one":
-        name, value = _named(text)
+        name, value = named(text)
         inner = notation(value)
-        if name and NAME.fullmatch(name) and inner.kind != "one":
+        if (point := POINT.fullmatch(text)) is not None and notation(point[2]).kind == "tuple":
+            return point[1], notation(point[2])
+        if name and is_label(name) and inner.kind != "one":
             names = name.strip("() ").split(",")
             if inner.kind == "tuple" and len(names) == len(inner.parts) > 1:  # (x, y) = (1, 2)
                 return "", Notation("list", tuple(f"{each} = {part}" for each, part in zip(names, inner.parts, strict=True)))
@@ -199,7 +193,7 @@ def _same_parts(ours: Notation, theirs: Notation) -> bool:  # noqa: PLR0911 - on
     if kinds == {"tuple", "list"}:
         brackets, listed = (ours.brackets or theirs.brackets), (ours if ours.kind == "list" else theirs)
         is_point = brackets == "()" or (brackets == "[]" and len(listed.parts) > 2)
-        return is_point and _pairwise([_named(part)[1] for part in ours.parts], [_named(part)[1] for part in theirs.parts])
+        return is_point and _pairwise([named(part)[1] for part in ours.parts], [named(part)[1] for part in theirs.parts])
     if kinds <= {"list", "set"}:
         return _same_list(ours.parts, theirs.parts)
     if "union" in kinds and kinds <= {"union", "list"}:
@@ -237,10 +231,13 @@ def _same_list(gold: Sequence[str], answer: Sequence[str]) -> bool:
     if shared:
         gold, answer = ([part for part in parts if key(part) not in shared] for parts in (gold, answer))
         return _same(", ".join(gold), ", ".join(answer))
-    ours, theirs = [[_named(part) for part in parts] for parts in (gold, answer)]
+    ours, theirs = [[named(part) for part in parts] for parts in (gold, answer)]
     our_names, their_names = ({key(name) for name, _ in parts if name} for parts in (ours, theirs))
     if len(our_names) > 1 and len(their_names) > 1:
         return _unordered(gold, answer)
+    stems = [{INDEX.sub("", name) for name in names} for names in (our_names, their_names)]
+    if stems[0] == stems[1] and min(len(our_names), len(their_names)) == 1:  # x = 1 or x = 2 beside x_1 = 1, x_2 = 2
+        our_names = their_names = stems[0]
     our_values, their_values = ([value for _, value in parts] for parts in (ours, theirs))
     if len(our_names) > 1 or len(their_names) > 1:
         return not (our_names and their_names) and _pairwise(our_values, their_values)
@@ -261,101 +258,3 @@ def _unordered(gold: Sequence[str], answer: Sequence[str]) -> bool:
             return False
         del rest[found]
     return not rest
-
-
-# ---------------------------------------------------------------------------------------------------- single values
-
-
-def _named(text: str) -> tuple[str, str]:
-    """What stands before the first "=" that is in no brackets, and what stands behind the last; without one "" and the text.
-
-    Of 7 = 8 both are empty.
-    """
-    depth, sides, begin = 0, [], 0
-    for mark in re.finditer(rf"{EQUALS.pattern}|[(\[{{)\]}}]", text):
-        if mark[0] in "([{":
-            depth += 1
-        elif mark[0] in ")]}":
-            depth -= 1
-        elif depth == 0:
-            sides.append(text[begin : mark.start()].strip())
-            begin = mark.end()
-    sides.append(text[begin:].strip())
-    if len(sides) == 2 and NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]) and not letters_of(sides[0]):
-        sides.reverse()  # 5 = x
-    if len(sides) > 1 and (before := number(sides[-2])) and (last := number(sides[-1])) and not _is_rounded(before, last):
-        return "", ""
-    return (sides[0] if len(sides) > 1 else ""), sides[-1]
-
-
-def _same_single(gold: str, answer: str) -> bool:
-    (our_name, ours), (their_name, theirs) = _named(gold), _named(answer)
-    if their_name and not letters_of(their_name) and not has_words(their_name):
-        their_name = ""  # 12 + 34 = 46
-    if our_name and not letters_of(our_name) and not has_words(our_name):
-        our_name = ""
-    if not ours or not theirs:
-        return False
-    if our_name and their_name:
-        return (key(our_name) == key(their_name) and _same_value(ours, theirs)) or judge(gold, answer)
-    if our_name or their_name:
-        is_name = NAME.fullmatch(our_name) is not None or has_words(our_name) if our_name else _is_label(their_name)
-        return is_name and _same_value(ours, theirs)
-    return _same_value(ours, theirs)
-
-
-def _is_label(text: str) -> bool:
-    """Whether what stands before "=" names what is asked for: x, f(2), "total" or m+n, but not 2x, which is not x."""
-    return NAME.fullmatch(text) is not None or has_words(text) or len(letters_of(text)) > 1
-
-
-def _same_value(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
-    if key(gold) == key(answer):
-        return True
-    if FALLING.fullmatch(gold) or FALLING.fullmatch(answer):
-        return judge(_rising(gold), _rising(answer))
-    if ("°" in gold) != ("°" in answer) and "\\pi" in gold + answer:  # of 120° and 2\pi/3
-        return judge(*(DEGREES.sub(r"\\frac{\1 \\pi}{180}", text) for text in (gold, answer)))
-    (ours, our_unit, our_factor), (theirs, their_unit, their_factor) = split_unit(gold), split_unit(answer)
-    is_percent = "%" in {our_unit, their_unit} and "" in {our_unit, their_unit}
-    if not is_percent and not units_agree(our_unit, their_unit):
-        return False
-    if has_words(ours) or has_words(theirs):
-        return key(ours) == key(theirs) and our_factor == their_factor
-    first, second = number(ours), number(theirs)
-    if first is not None and second is not None:
-        first, second = Number(first.value * our_factor, first.decimals), Number(second.value * their_factor, second.decimals)
-        if not is_percent:
-            return _same_number(first, second)
-        percent, plain = (first, second) if our_unit == "%" else (second, first)
-        hundredth = Number(percent.value / 100, percent.decimals and percent.decimals + 2)
-        return (_same_number(percent, plain) and abs(plain.value) >= 1) or _same_number(hundredth, plain)
-    if our_factor != their_factor:
-        return False
-    return key(ours) == key(theirs) or judge(first.latex() if first else ours, second.latex() if second else theirs)
-
-
-def _is_rounded(first: Number, second: Number) -> bool:
-    """Equal up to the last decimal of that which has fewer."""
-    decimals = [number.decimals for number in (first, second) if number.decimals is not None]
-    return abs(first.value - second.value) <= (Fraction(1, 10 ** min(decimals)) if decimals else 0)
-
-
-def _rising(text: str) -> str:
-    """Of 5 > x > 2 the same as 2 < x < 5, which math-verify can read."""
-    if (found := FALLING.fullmatch(text)) is None:
-        return text
-    high, first, middle, second, low = found.groups()
-    signs = {">": "<", "\\ge": "\\le "}
-    return f"{low}{signs[second]}{middle}{signs[first]}{high}"
-
-
-def _same_number(first: Number, second: Number) -> bool:
-    """Equal, or one is the other rounded or cut off after six or more decimals, with at least five significant digits."""
-    if first.value == second.value:
-        return True
-    rough, exact = sorted((first, second), key=lambda one: math.inf if one.decimals is None else one.decimals)
-    if rough.decimals is None or rough.decimals < 6 or abs(rough.value) * 10**rough.decimals < 10_000:
-        return False
-    scaled = exact.value * 10**rough.decimals
-    return rough.value * 10**rough.decimals in {round(scaled), math.trunc(scaled)}

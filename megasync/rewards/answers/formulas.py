@@ -28,6 +28,7 @@ UNJUDGED = re.compile(
 FUNCTIONS = re.compile(
     r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|lg|exp|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|min|max|det|pi|theta|alpha|beta)(?![a-z])"
 )
+CONSTANTS = {"e", "i"}  # letters that may be numbers
 PROBES = (0.7390851332, 1.3247179572, 0.5671432904, 2.6854520010, 1.1319882487, 0.9159655941, 1.6449340668, 2.2955871493)
 
 
@@ -42,19 +43,25 @@ def judge(gold: str, answer: str, *, has_bound_variable: bool = False) -> bool:
     if any(len(text) > MAX_FORMULA or UNJUDGED.search(text) or has_words(_latex(text)) for text in (gold, answer)):
         return False
     ours, theirs = (letters_of(_latex(text)) for text in (gold, answer))
-    if (ours != theirs and not has_bound_variable) or len({letter.lower() for letter in ours}) < len(
-        ours
-    ):  # the parser takes C for c
+    if not ours ^ theirs <= CONSTANTS and not has_bound_variable:
         return False
-    first, second = _parsed(_latex(gold)), _parsed(_latex(answer))
+    first, second = (_parsed(_without_capitals(_latex(text), ours | theirs)) for text in (gold, answer))
     if first is None or second is None:
         return False
     for formula in (first, second):
         if _digits(formula) > MAX_DIGITS:
             raise ValueError("a formula is worth too large a number")
-    if _agree(first, second) is False:
-        return False
+    if (verdict := _agree(first, second)) is not None and (not verdict or _is_identity(first, second)):
+        return verdict
     return bool(_package().verify(first, second, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True))
+
+
+def _without_capitals(latex: str, letters: set[str]) -> str:
+    """With an unused letter for each capital whose small letter is there, too: the parser takes C for c."""
+    clashing = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
+    unused = sorted(set("abcfghjklmnopqrstuvwxyz") - {letter.lower() for letter in letters})
+    renamed = dict(zip(clashing, (f" {letter} " for letter in unused), strict=False))
+    return re.sub(r"\\[A-Za-z]+|[A-Z]", lambda found: renamed.get(found[0], found[0]), latex) if clashing else latex
 
 
 @functools.cache
@@ -76,8 +83,12 @@ def _extraction() -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(latex: str) -> Any:
+    import sympy  # type: ignore[import-untyped]
+
     found = _package().parse(f"${latex}$", _extraction(), fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
-    return found[0] if found else None
+    if not found or not hasattr(found[0], "free_symbols"):
+        return found[0] if found else None
+    return found[0].subs({symbol: sympy.I for symbol in found[0].free_symbols if symbol.name == "i"})
 
 
 def _latex(text: str) -> str:
@@ -112,7 +123,7 @@ def _digits(formula: Any) -> float:
 
 def _agree(gold: Any, answer: Any) -> bool | None:
     """Whether numbers for the variables give equal values, of equations proportional ones; None: it cannot be said."""
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     sides = []
     for formula in (gold, answer):
@@ -142,3 +153,23 @@ def _agree(gold: Any, answer: Any) -> bool | None:
             return False
         ratios.append(ours / theirs if is_relation and theirs else ours)
     return not is_relation or all(abs(ratio - ratios[0]) <= 1e-9 * abs(ratios[0]) for ratio in ratios)
+
+
+def _is_identity(gold: Any, answer: Any) -> bool:
+    """Whether formulas that agree for positive numbers agree for negative ones, too, where both are real."""
+    import sympy
+
+    steps = (sympy.Float, sympy.floor, sympy.ceiling, sympy.Mod, sympy.Piecewise, sympy.sign)
+    sides = (gold, answer)
+    if not all(isinstance(side, sympy.Expr) and side.free_symbols and not side.has(*steps) for side in sides):
+        return False
+    if max(map(_digits, sides)) > 9:
+        return False
+    names = sorted({symbol.name for side in sides for symbol in side.free_symbols})
+    values = dict(zip(names, itertools.cycle(-probe for probe in PROBES), strict=False))
+    try:
+        ours, theirs = (complex(side.evalf(30, subs={one: values[one.name] for one in side.free_symbols})) for side in sides)
+    except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError):
+        return False
+    is_real = max(abs(ours.imag), abs(theirs.imag)) < 1e-12
+    return not is_real or abs(ours - theirs) <= 1e-9 * max(abs(ours), abs(theirs))

@@ -10,8 +10,11 @@ r"""The answer in a response: which part of a text counts, whatever form it has.
    rules below. An empty one has no answer, nor has one that is cut off, but for a complete \boxed in it.
 3. The last line, where it begins with ####.
 4. The last \boxed{...} or \fbox{...} that closed; several that "and", "or" or a comma join are the parts of one answer.
-5. What follows the last "the answer is", "answer:", "答案是", "答：" or the like, up to the end of the sentence or line.
-6. A text that is nothing but a value. Else the last number, formula or list in it with its unit; words where there is none.
+5. The last "answer" or "result" of JSON; else what follows the last "the answer is", "answer:", "答案是", "答：" or the like, up
+   to the end of the sentence or line, unless it is denied ("the answer cannot be 7").
+6. A text that is nothing but a value. Else the last number, formula or list in it with its unit, or the sentence where a word
+   before it denies it ("not", "than"); words where there is none.
+   From 5 on, words in parentheses behind a value and a last paragraph that only comments ("Note: ...") are left out.
 
     read_answer(r"<think>6*7 = 42</think> So it is \boxed{17}.")      # "17"
     read_answer("<think>6*7 = 42")                                    # None
@@ -21,8 +24,10 @@ Leaves out what an answer means: times, units, bases and formulas (equal.py). No
 
 from __future__ import annotations
 
+import json
 import re
 
+from megasync.rewards.answers.tidy import ASIDE
 from megasync.rewards.answers.units import is_unit
 
 THINKING = re.compile(
@@ -32,35 +37,47 @@ THINKING = re.compile(
     r"|<channel\|>|<\|channel\|>final[^<]{0,40}<\|message\|>|assistantfinal",
     re.IGNORECASE | re.DOTALL,
 )
-SPECIAL_END = re.compile(r"(?:(?:<\|(?!end_of_(?:box|solution))[\w ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\s*)+\Z")
+SPECIAL_END = re.compile(
+    r"(?:(?:\$?\\(?:blacksquare|square|qed|Box)\$?|Q\.?E\.?D\.?|[■□∎]"
+    r"|<\|(?!end_of_(?:box|solution))[\w ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\s*)+\Z"
+)
 TAG = re.compile(
     r"(?P<open><(?:final_)?answer(?: [^<>]{0,80})?>|\[ANSWER\]|<\|begin_of_(?:box|solution)\|>)"
     r"|</(?:final_)?answer\s{0,3}>|\[/ANSWER\]|<\|end_of_(?:box|solution)\|>",
     re.IGNORECASE,
 )
 FINAL_LINE = re.compile(r"\s*####(?!#)(.*)")
-BOX = re.compile(r"(?:\\(?:boxed|fbox)\s{0,9}|(?<![A-Za-z\\])boxed)(?P<braced>\{)"
+BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox|bbox(?:\[[^\]\n]{0,99}\])?)\s{0,9}|(?<![A-Za-z\\])boxed)(?P<braced>\{)"
                  r"|\\(?:boxed|fbox)\s{0,9}(?P<bare>\\[dt]?frac\{[^{}]{1,99}\}\{[^{}]{1,99}\}|[^\s{}$\\]+)"
                  r"|\\(?:boxed|fbox)|\\.|[{}]", re.DOTALL)  # fmt: skip
 BETWEEN_BOXES = re.compile(
     r"(?:\\text\s?\{|[\s$.}]|\\[()\[\]])*(?:(?:[,;&、]|,?\s*\b(?:and|or)\b|和|或|\\quad)(?:[\s$}]|\\[()\[\]])*)*(?:[A-Za-z]\s?=\s?)?"
 )
 PHRASE = re.compile(
-    r"\b(?:answers?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet))[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=])|(?:\A|\n)[^\w\n]*answer\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
+    r"\b(?:ans(?:wers?)?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet))[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=]|(?<=answer)\s[-–—→]+(?=\s))|(?:\A|\n)[^\w\n]*ans(?:wer)?\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
     r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?(?:是|为)?[:：]?(?=\s?[(（]?[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
-    r"|(?:答え|정답)\s?(?:は|은|[:：])",
+    r"|\b(?:pick|choose|select)(?=\s(?:option\s|choice\s)?\(?[A-H]\b(?!\s?\())|(?:答え|정답)\s?(?:は|은|[:：])",
     re.IGNORECASE,
 )
 CHOSEN = re.compile(r"(?<![A-Za-z])\(?([A-H])\)?[\s*]+is\s(?:the\s)?(?:correct|right)\b")
-AFTER_PHRASE = re.compile(r"(?:[\s*_`:：=#>}]|\b(?:is|are)\b[:\s]|(?:option|choice)\s)*", re.IGNORECASE)
+AFTER_PHRASE = re.compile(
+    r"(?:[\s*_`:：=#>}]|\b(?:is|are|thus|therefore|\w+ly|donc|also|entonces|então|quindi)\b[:\s]|(?:option|choice)\s)*",
+    re.IGNORECASE,
+)
 NO_VALUE = re.compile(r"(?:correct|right|helpful|clear|verified|confirmed|found|given)\b(?!\s*\d)", re.IGNORECASE)
 SENTENCE_END = re.compile(
     r"\.(?=\s|\Z)|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so|not)\s|,\s*(?:because|since|which|so|not|as|but)\s"
+    r"|(?<=[\d}$)%]),\s(?!(?:and|or|x|y)\b)[a-z]{2,}\s|;\s[a-z]{3,}\s|\s(?:instead|rather)\s"
+    r"|(?<=\S),?\s(?:or|that is|i\.e\.)?,?\s?(?:approximately|about|roughly)\s"
 )
 DISPLAY = re.compile(r"\$\$([^$]{1,2000})\$\$|\\\[(.{1,2000}?)\\\]", re.DOTALL)
-MARKDOWN = re.compile(r"(?<![\w)*])(\*{1,3}|__)(?=\S)([^*\n]{1,2000}?)(?<=\S)\1(?![\w(*])")
+MARKDOWN = re.compile(r"(?<![\w)*])(\*{1,3}|__?)(?=\S)([^*\n]{1,2000}?)(?<=\S)\1(?![\w(*])")
 HALF_DAY = re.compile(r"[ap]\.?m", re.IGNORECASE)
-HTML = re.compile(r"</?(?:b|i|u|p|em|strong|span|code|br)\s{0,3}/?>", re.IGNORECASE)
+HTML = re.compile(r"</?[a-z][a-z_]{0,15}\s{0,3}/?>|~~[^~\n]{1,200}~~", re.IGNORECASE)
+JSON_ANSWER = re.compile(
+    r'"(?:(?:final[_ ]?)?answer|result|solution|output|value)"\s{0,9}:\s{0,9}("(?:[^"\\\n]|\\.){0,999}"|[^",{}\n]{1,999})',
+    re.IGNORECASE,
+)
 CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
 IN_CJK = re.compile(f"[{CJK}]")
@@ -68,7 +85,8 @@ TOKEN = re.compile(
     r"\$\d[\d,]*(?:\.\d+)?(?=[\s.,;:!?)*]|\Z)|\$\$[^$]{1,500}\$\$|\$[^$\n]{1,500}\$\S{0,20}|\\\(.{1,500}?\\\)\S{0,20}|\\\[.{1,500}?\\\]"
     r"|[(\[](?![^()\[\]]{0,200}[A-Za-z]{3})[^()\[\]\n]{1,200}[)\]]\S{0,20}|\S+"
 )
-WORD = re.compile(r"[A-Za-z]{2,}")
+WORD = re.compile(r"[^\W\d_]{2,}")
+SCRIPT = re.compile("[\u0400-\u1fff\u3040-\u30ff\uac00-\ud7af]")  # no formula's letters: Cyrillic, Arabic, Hangul, ...
 HIDDEN = re.compile(r"\$[^$\n]{1,500}\$|\\(?:text|mbox|mathrm|textbf|operatorname)\s?\{[^{}]{0,200}\}|\\[A-Za-z]+|\{[a-z]+\}")
 FUNCTION_WORDS = frozenset(
     re.split(
@@ -77,14 +95,46 @@ FUNCTION_WORDS = frozenset(
         " then he she they his her their my our you your in which must will would can",
     )
 )
-PREFACE = re.compile(r"[^\d$\\]*(?<![A-Za-z])(?:[A-Za-z]{2,}:\s|[A-Za-z]+\s[A-Za-z]{2,}\s+[-$\\(\d])")  # "Total: 5", "I got 5"
-MATH = re.compile(r"[\d\\=^√π∞±≤≥<>∪]|\$.+\$")
-OPERATOR = re.compile(r"[-+*/=<>^≤≥≠±×÷·−∪%]+")
-CONNECTOR = frozenset({"and", "or", "&", "和", "或"})
+PREFACE = re.compile(
+    r"[^\d$\\]*(?<![^\W\d_])(?:[^\W\d_]{2,}:\s|[^\W\d_]+\s(?:[^\W\d_]{2,}|[èéà])\s+[-$\\(\d]"
+    r"|[^\W\d_]{3,}\s\d[\d,.]*\s[^\W\d_]{3,}|[^\W\d_]{2,}(?:[\s-][^\W\d_]+)*,\s\$)"
+)  # "Total: 5", "I got 5"
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+OPENING_WORD = re.compile(  # of a text that is more than a value
+    rf"[\W_]*(?!(?:{MONTHS}|yes|all|any|every|both|no|not|at|more|less|between|base|minus|negative|infinitely|sin|cos|tan|log|ln|exp"
+    r"|text|frac|sqrt|boxed|left|begin|pi|binom|room|day|option|choice|case)\b)(?<!\\)(?<!\$)[^\W\d_]{3,}(?![\w(])[^=\n]*\s",
+    re.IGNORECASE,
+)
+MATH = re.compile(r"[\d\\=^√≈π∞±≤≥<>∪]|\$.+\$")
+CJK_SENTENCE = re.compile(r"\A(?:所以|因此|故|综上|该|这)|。\Z")
+PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+OPERATOR = re.compile(r"[-+*/=<>^≈≤≥≠±×÷·−∪%]+")
+VARIABLE = re.compile(r"[A-Za-z]\w?|\([a-z](?:,\s?[a-z])+\)")
+CONNECTOR = frozenset({"and", "or", "&", "和", "或", "und", "oder", "et", "ou", "y", "e", "и", "или"})
 NOT_EQUAL = re.compile(
-    r"(?:not|never|than|least|most|nor|below|above|under|over|.*n't|.*(?:不[是为到]|不等于|并非|[小大]于|超过))", re.IGNORECASE
+    r"(?:\b(?:not|never|nor|cannot|\w+n't|pas|nicht|kein|não|не|nie|niet|değil)(?:\s\w+){0,2}|\b(?:than|least|most|below|above|under|over|als"
+    r"|plus de|moins de|más de|menos de|mais de|более|менее|больше|меньше)"
+    r"|(?:不[是为到能]|不可能是?|不会是|不等于|并非|[小大]于|超过))\Z",
+    re.IGNORECASE,
+)
+NEGATION = re.compile(r"\b(?:not|never|neither|either|nor|(?<!is )(?<!are )(?<!has )(?<!have )no)\s|n't\b")
+SUBJECT = re.compile(  # up to what a Chinese sentence says of it
+    "\\A.*(?:是|为|在|(?<!没)有|说法|命题|结论|直线|平面|函数|数列|方程)(?=[\u4e00-\u9fff①-⑳A-H])(?=[^不非无未])"
 )
 DENIED = re.compile(r"(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|不[是对])", re.IGNORECASE)
+CLAUSE = re.compile(
+    r"(?<=[\d}$)a-z])[,，]\s*(?:此时|当|其中|(?:attained|achieved|reached|occurring|when|since|because|with equality"
+    r"|as (?:desired|claimed|required|wanted|expected))\b).*"
+)
+FRAME = re.compile(r"\\[\[\]]|\\(?:begin|end)\{[a-z]+\*?\}|\$\$")
+YES_NO = re.compile(r"(?:\\text\s?\{)?(yes|no|true|false)(?=\s?[,.;:!–—])", re.IGNORECASE)
+NOT_BUT = re.compile(r"\bnot\s[^.\n]{1,40}?\sbut\s(?:rather\s)?|不是[^。\n]{1,20}?而是", re.IGNORECASE)
+COMMENT = re.compile(  # how a last paragraph begins that only comments
+    r"\W*(?:(?:note|explanation|verification|check|remark|justification|reason|注|说明|检验|验证|解析)[*_]*[:：]"
+    r"|(?:note that|let me know|(?:i )?hope|to (?:verify|check)|feel free)\b)",
+    re.IGNORECASE,
+)
+CONCLUSION = re.compile(r"\b(?:thus|hence|therefore|so the)\b|答", re.IGNORECASE)
 CALCULATION = re.compile(r"<<[^<>\n]{0,200}=[^<>\n]{0,40}>>")  # GSM8K's, before its result
 MAX_READ = 20_000  # characters, from the end, where a value is looked for among words
 
@@ -97,7 +147,8 @@ def read_answer(text: str, *, in_thinking: bool = False) -> str | None:
     body = after_thinking(text, in_thinking=in_thinking)
     if body is None:
         return None
-    body = CALCULATION.sub("", SPECIAL_END.sub("", body.strip()).rstrip())
+    body = body.strip()
+    body = CALCULATION.sub("", body[:-400] + SPECIAL_END.sub("", body[-400:]).rstrip())
     tagged, is_cut = _last_tagged(body)
     if is_cut:
         return _last_boxes(tagged)[0]
@@ -137,7 +188,14 @@ def _untagged(text: str) -> str:
     boxed, is_there = _last_boxes(text)
     if is_there:
         return _untagged(boxed) if boxed else ""
-    return _last_phrase(text) or _value(text)
+    if PLAIN.fullmatch(text):
+        return text
+    text = text[-MAX_READ:].translate({ord("（"): "(", ord("）"): ")"})
+    head, _, last = text.rpartition("\n\n")
+    if head and COMMENT.match(last) and not CONCLUSION.search(last):
+        text = head
+    text = NOT_BUT.sub("", ASIDE.sub("", text))
+    return _last_phrase(text) or _value(text, is_prose=OPENING_WORD.match(text) is not None)
 
 
 def _last_boxes(text: str | None) -> tuple[str | None, bool]:
@@ -169,7 +227,11 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
 
 def _last_phrase(text: str) -> str:
     """What follows the last "the answer is" or the like; empty: there is none, or nothing follows."""
+    for value in reversed(JSON_ANSWER.findall(text)):
+        return _value(json.loads(value) if value.startswith('"') else value)
     for mark in reversed(list(PHRASE.finditer(text))):
+        if re.search(r"\bnot\b|n't\b|cannot|never", mark[0]):
+            continue
         begin = AFTER_PHRASE.match(text, mark.end()).end()  # type: ignore[union-attr]
         if (display := DISPLAY.match(text, begin)) is not None:
             return (display[1] or display[2]).strip()
@@ -178,8 +240,6 @@ def _last_phrase(text: str) -> str:
         if rest[end : end + 1] in {"?", "？"}:
             continue
         found = unmarked(rest[:end])
-        if found.count("}") > found.count("{"):  # of JSON
-            found = found.rstrip('}" ').lstrip('" ')
         if found and not NO_VALUE.match(found):
             return _value(found)
     chosen = CHOSEN.findall(text)
@@ -191,54 +251,72 @@ def unmarked(text: str) -> str:
     text = re.sub(r"\A\s*>\s(?=\*)", "", HTML.sub(" ", text).replace("`", ""))
     for _ in range(3):
         text = MARKDOWN.sub(r"\2", text)
-    text = re.sub(r"\A\s*(?:#{1,6}\s|>\s(?!\d)|\*\*|__)", "", text)
+    text = re.sub(r"\A\s*(?:#{1,6}\s|[a-z]\)\s(?=[-\d$\\])|>\s(?!\d)|\*\*|__)", "", text)
     return re.sub(r"(?<=\S)\*\*(?=\s|\Z)|\*\*\s*\Z|(?<=[.。])\*+\s*\Z", "", text).strip()
 
 
-def _value(text: str) -> str:
+def _value(text: str, *, is_prose: bool = False) -> str:
     """The text itself where it is nothing but a value, else the last value in it."""
-    text = unmarked(text[-MAX_READ:])
+    text = CLAUSE.sub("", unmarked(text))
     words = [word.lower() for word in WORD.findall(HIDDEN.sub(" ", text))]
-    is_prose = "\n" in text or len(words) > 6 or not FUNCTION_WORDS.isdisjoint(words) or PREFACE.match(text) is not None
-    is_cjk_prose = re.search(r"\d", text) is not None and len(IN_CJK.findall(text)) > (4 if re.match(r"[-\d\\$.]", text) else 0)
+    is_sentence = len(words) > 6 or not FUNCTION_WORDS.isdisjoint(words) or PREFACE.match(text) or CJK_SENTENCE.search(text)
+    is_prose = (is_prose and MATH.search(text) is not None) or "\n" in text or bool(is_sentence)
+    num_cjk = len(IN_CJK.findall(re.sub("[或和与且]", "", text)))
+    is_foreign = num_cjk > (4 if re.match(r"[-\d\\$.]", text) else 0) or SCRIPT.search(text) is not None
+    is_cjk_prose = re.search(r"\d", text) is not None and is_foreign
+    if not re.search(r"\d", text) and (said := YES_NO.match(text)):
+        return said[1]
     if not (is_prose or is_cjk_prose) or "\\begin" in text:
         return text
     for line in reversed(text.splitlines()):
         sentences = re.split(r"(?<=[^\s\d])[.!?]\s+|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
         for sentence in reversed(sentences):
-            if MATH.search(sentence) and (found := _last_group(sentence)):
+            if MATH.search(sentence) and not FRAME.fullmatch(sentence) and (found := _last_group(sentence)):
                 return found
     return _last_words(text)
 
 
 def _last_words(text: str) -> str:
     """Of a text without numbers: what the last line says that something is."""
-    line = text.splitlines()[-1].strip()
-    return re.sub(r"\A.*\b(?:is|are|on an?)\s(?!not\b)", "", line) if len(line.split()) > 3 else line
+    line = re.sub(r"(?i)\A(?:therefore|thus|hence|so|then|finally),?\s+", "", text.splitlines()[-1].strip())
+    if re.search("[\u4e00-\u9fff]", line):
+        said = SUBJECT.sub("", line)
+        return (line if re.search("[不非没未无否]", line[: len(line) - len(said)]) else said).rstrip("的。")
+    if NEGATION.search(line):
+        return line
+    if len(line.split()) > 3:
+        return re.sub(r"\A.*\b(?:is|are|has|have|on(?: an?)?)\s(?!not\b)", "", line)
+    return re.sub(r"\A(?:The|This) \w+ (?=[a-z]+s\b)", "", line)  # The series diverges
 
 
 def _last_group(sentence: str) -> str:
     """The last run of numbers, formulas and operators among words, with its unit, and what "and" or "or" joins to it."""
     tokens = TOKEN.findall(CJK_EDGE.sub(" ", sentence))
-    cores = [token.strip("*`\"'.,;:!?") for token in tokens]
+    cores = [token.strip("*`\"'.,;:!?।،") for token in tokens]
     strong = [MATH.search(core) is not None for core in cores]
     end = next((place + 1 for place in reversed(range(len(tokens))) if strong[place]), 0)
     begin = end
     while begin > 0:
         core = cores[begin - 1]
-        if strong[begin - 1] or OPERATOR.fullmatch(core):
+        if begin < end and re.search(r"\w:\Z", tokens[begin - 1]):
+            break  # Step 3: 3*4 = 12
+        if strong[begin - 1] or OPERATOR.fullmatch(tokens[begin - 1]):
             begin -= 1
         elif core.lower() in CONNECTOR and begin > 1 and (joined := _joined(strong, begin - 2)) is not None:
             begin = joined
         else:
             break
+    if 0 < begin < end and cores[begin - 1] in MONTHS.split("|"):
+        begin -= 1
+    if 0 < begin < end and OPERATOR.fullmatch(tokens[begin]) and VARIABLE.fullmatch(tokens[begin - 1]):
+        begin -= 1  # x ≠ 1
     while end < len(tokens) and (
         is_unit(cores[end]) or HALF_DAY.fullmatch(cores[end]) or (IN_CJK.match(cores[end]) and end == begin + 1)
     ):
         end += 1
     group = " ".join(tokens[begin:end])
     before = cores[begin - 1].lower() if begin else ""
-    if NOT_EQUAL.fullmatch(before) or DENIED.match(" ".join(tokens[end : end + 2])):
+    if NOT_EQUAL.search(" ".join(cores[max(0, begin - 3) : begin])) or DENIED.match(" ".join(tokens[end : end + 2])):
         return sentence.strip()
     return f"-{group}" if before in {"minus", "negative"} else group
 

@@ -16,31 +16,60 @@ from megasync.rewards.answers.units import MATH_WORDS
 
 CHARACTERS = str.maketrans(
     dict(zip("−–—﹣－‐‑⁄", "-------/", strict=True))
-    | dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹", (f"^{digit}" for digit in range(10)), strict=True))
-    | {"√": "\\sqrt ", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*"}
+    | {"π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "÷": "/", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*"}
     | {"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap ", "∅": "\\emptyset "}
     | {"∈": "\\in ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "º": "°", "′": "'"}
-    | {"…": "\\ldots ", "≈": "\\approx ", "∶": ":", "、": ",", "。": ".", "和": " and ", "或": " or ", "且": " and "}
+    | {"…": "\\ldots ", "≈": "\\approx ", "∠": "\\angle ", "△": "\\triangle ", "∶": ":"}
+    | {"、": ",", "。": ".", "和": " and ", "或": " or ", "且": " and "}
     | dict.fromkeys("\u200b\u200c\u200d\ufeff\u2060", "")
     | dict.fromkeys("“”„«»「」", '"')
 )
 COMMANDS = {  # LaTeX's: one spelling of those of one meaning
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "\\frac"), **dict.fromkeys(("leq", "leqslant"), "\\le "),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "\\frac"), **dict.fromkeys(("leq", "leqslant"), "\\le "),
     **dict.fromkeys(("geq", "geqslant"), "\\ge "), "neq": "\\ne ", "lt": "<", "gt": ">", "langle": "(", "rangle": ")",
     "lbrace": "\\{", "rbrace": "\\}", **dict.fromkeys(("land", "wedge"), " and "), **dict.fromkeys(("lor", "vee"), " or "),
     **dict.fromkeys(("infin", "infinity"), "\\infty "), **dict.fromkeys(("varnothing", "O"), "\\emptyset "),
     **dict.fromkeys(("dots", "cdots", "dotsc", "hdots"), "\\ldots "), **dict.fromkeys(("degree", "textdegree"), "°"),
-    **dict.fromkeys(("quad", "qquad"), " "), **dict.fromkeys(("displaystyle", "limits", "nolimits"), ""),
+    **dict.fromkeys(("quad", "qquad"), " "),
+    **dict.fromkeys(("displaystyle", "textstyle", "checkmark", "limits", "nolimits"), ""),
+    **dict.fromkeys(("large", "Large", "LARGE", "huge", "Huge", "bf", "rm"), ""),
 }  # fmt: skip
 SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 NUMERAL = (  # 42 in words
     "(?i:(?:and|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
     r"|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million)[\s-]?)+"
 )
+RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"
+SCRIPTS = re.compile(f"[{RAISED}]+|[{LOWERED}]+")
+FROM_SCRIPT = str.maketrans(RAISED + LOWERED, "0123456789+-n" * 2)
 FRACTIONS = re.compile("[¼½¾⅐-⅞]")
 TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol|bm)\*?\s*\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mbox|math(?:rm|bf|it|sf|tt)|operatorname|boldsymbol|bm|underline|(?:text)?color\s?\{\w+\})"
+    r"\*?\s*\{([^{}]*)\}"
 )
+# Words in parentheses behind a value, as in 36 marbles (12 red and 24 blue)
+ASIDE = re.compile(
+    r"(?<=[\d}%°a-z$*)])(?<!\\left)(?:\s+\((?!\s*(?:or|and|mod|base|in base|wrong|incorrect)\b)"
+    r"(?=[^()\n]{0,300}(?:(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|mod|lim|max|min|sqrt|pi|alpha|beta|gamma|delta|theta|lambda|phi)\b)"
+    r"[A-Za-z]{3}|[\u4e00-\u9fff]))[^()\n]{0,300}\)|\((?=[\u4e00-\u9fff])[^()\n]{0,300}\))"
+)
+QUANTIFIER = (  # for all real x
+    r",?\s(?:for|where|with) (?:[a-z] (?:is|=) )?(?:all|any|every|each|some|an?) "
+    r"(?:real |positive |nonzero |natural |integers? |numbers? |constants? )*[a-z]?"
+    r"(?:\s?\\in\s?\\mathbb\{[A-Z]\}(?:\^[+*])?)?[\s.]*\Z"
+)
+
+
+def _root(found: re.Match[str]) -> str:
+    degree = {"√": "", "∛": "[3]", "∜": "[4]"}[found[1]]
+    return f"\\sqrt{degree}{{{found[2].strip('()')}}}" if found[2] else f"\\sqrt{degree} "
+
+
+def _chosen(kind: str, among: str, num: str) -> str:
+    """Combinations, and permutations by P or A."""
+    return f"\\binom{{{among}}}{{{num}}}" + ("" if kind == "C" else f" {num}!")
+
+
 REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -50,20 +79,33 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\$([^$]*)\$", r" \1 "),
         (r"\$(?=\s?[\d.])", "¤"),
         (r"(?<!\\)\\[()\[\]]", " "),
+        (r"([√∛∜])\s?(\d+|[a-z]|\([^()]*\))?", _root),
+        (r"\\(?:text)?color\s?\{\w+\}", ""),
+        (r"(?:\{\s?\})?\s?\^\s?\{?(\d+)\}?\s?([CP])_\s?\{?(\d+)\}?", lambda found: _chosen(found[2], found[1], found[3])),
+        (r"(?<![A-Za-z\\])([CA])_\s?\{?(\d+)\}?\s?\^\s?\{?(\d+)\}?", lambda found: _chosen(*found.groups())),
+        (r"\^\s?\{?(\d+)\}?\s?/\s?_\s?\{?(\d+)\}?", r"\\frac{\1}{\2}"),
+        (r"\b([a-z])\s?:\s?([a-z])\s?\\mapsto\s?", r"\1(\2) = "),
+        (r"(?<=\d)(?:\\?[\s,;~])*\\mu\s*(?=[mgslLAVFTCNW]\b)", " μ"),
+        (r"(?i)\A\s*(?:the set of )?all (?:reals|real (?:numbers?|values))(?: x| of x)?[\s.]*\Z", r"\\mathbb{R}"),
         (r"\{\s*,\s*\}|,\s?\\!\s*", "\x01"),  # a separator of thousands for sure
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?|\\phantom\{[^{}]*\}", ""),
         (r"\\!", ""),
-        (r"\A.*(?:\\(?:therefore|implies|Longrightarrow|Rightarrow)(?![A-Za-z])|[∴⇒])", ""),
+        (r"\A.*(?:\\(?:therefore|implies|Longrightarrow|Rightarrow)(?![A-Za-z])|[∴⇒⟹])|\A\s*[=-]>", ""),
         (r"(?<!\\)\\[,;:> ]|(?<!\\)~", " "),
-        (r"\\%", "%"),
+        (r"\\([%.])", r"\1"),
+        (r":=|≔", "="),
+        (r"\s?\(or ([^()]*)\)\s*\Z", r" or \1"),
+        (r"(?<=\d)(?:\\?[\s,;~])*\\Omega(?![A-Za-z])", " Ω"),
         (r"\\\\|\\([A-Za-z]+)", lambda found: COMMANDS.get(found[1], found[0])),
         (r"\s*\^\s*\{?\s*(?:\\circ(?![A-Za-z])|°)\s*\}?", "°"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"([\^_])\s?\{\s?(\w)\s?\}", r"\1\2"),
+        (r"\A(\d{1,3})['_](\d{3})\Z", r"\1\2"),
         (r"\\frac(?:\s*(\d)|\s+([A-Za-z]))", r"\\frac{\1\2}"),
         (r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z\d])", r"\\frac\1{\2}"),
         (r"\\mathbb\s?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
-        (rf"(?<=\d)\s?\({NUMERAL}\)\Z", ""),
-        (rf"\A{NUMERAL}\((\d+)\)\Z", r"\1"),
-        (r"(?<=\d)\s?\([\u4e00-\u9fff]{1,3}\)\Z", ""),
+        (rf"\A([^()]*)(?:{ASIDE.pattern})\s*\Z", r"\1"),
+        (rf"\A\s*{NUMERAL}\s*\((\d+)\)\s*\Z", r"\1"),
         ("<=", r"\\le "),
         (">=", r"\\ge "),
         (r"\\not\s*=|(?<![\d)!])!=", r"\\ne "),
@@ -76,11 +118,12 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         ),
         (r"(?<=\d)\s?([KMB])(?= ¤)", lambda found: {"K": " thousand", "M": " million", "B": " billion"}[found[1]]),
         (rf"\A\s*(?i:{'|'.join(SMALL)})[\s.]*\Z", lambda found: str(SMALL.index(found[0].strip(" .").lower()))),
-        (r"(?i)(infinitely many) (?:solutions|values|pairs|integers) ?\Z", r"\1"),
+        (r"(?i)(infinitely many) (?:solutions|values|pairs|integers)[\s.]*\Z", r"\1"),
+        (r"(?i)(?<=[a-z]) wins[\s.]*\Z", ""),
+        (r"(?i)\A\s*(?:all|every|any|the)\s+(?=[a-z]\s?=)", ""),
+        (r"\s?,\s?\(?n\s?(?:\\ge\s?|>\s?)[01]\)?\s*\Z", ""),
         (r"(充分|必要|充要)条件\Z", r"\1"),
-        (r"\A\s*([A-H])项\s*\Z", r"\1"),
-        # 36 marbles (12 red and 24 blue)
-        (r"\A\s*(-?\d[\d,.]* [A-Za-z]{2,}) \((?!(?:or|and|mod|base)\b)(?=[^()]*\d)(?=[^()]*[A-Za-z]{3})[^()]*\)\s*\Z", r"\1"),
+        (r"\A\s*([A-H]+)(?:项|是?正确的?)+\s*\Z", r"\1"),
         (r"\*\*", "^"),
         (r"\A\s*(?:(?i:at|about|around|approximately|roughly|exactly|only|just)\s|\\approx\s?)\s*(?=[-\d\\])", ""),
         (r"\A\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
@@ -88,12 +131,19 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\A\s*DNE\W*\Z", "does not exist"),
         (r"(?<=\d)\s?(?:\^\s?\{?\s?)?(?:st|nd|rd|th)(?![A-Za-z])\s?\}?", ""),
         (r"\s+", " "),
+        (r" (?:und|et|и) ", " and "),
+        (r" (?:oder|ou|или) ", " or "),
+        (r"(?<=\d) [ye] (?=\d)", " and "),
+        (QUANTIFIER, ""),
         (r"\A ?\\\{ ?([a-z]) ?(?:\\in ?\\mathbb ?\{R\} ?)?(?:\\mid|\||:) ?(?=.*\1)(.*?) ?\\\} ?\Z", r"\2"),  # {x | x > 2}
         (r"\s?\(([^()]*\\in ?\\mathbb[^()]*)\) ?\Z", r", \1"),  # k\pi (k \in Z)
     )
 ]
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-ENDS = re.compile(r"^[\s,;:]+|(?:[\s,;:。\u2600-\u27bf■□∎\U0001f300-\U0001faff\ufe0f]|(?<!\\)\.|\\\\)+$")
+ENDS = re.compile(
+    r"^(?:[\s,;:\u2600-\u27bf\U0001f300-\U0001faff]|>>>)+"
+    r"|(?:\s-(?=\s*$)|[\s,;:。।–—\u2600-\u27bf■□∎\U0001f300-\U0001faff\ufe0f]|(?<!\\)\.|\\)+$"
+)
 RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 SHORT_WORDS = frozenset(re.split(" ", "no on up in at it is or of to by if an as he we me us go so my do be am pm"))
 OPENING, CLOSING = "([{", ")]}"
@@ -102,6 +152,7 @@ OPENING, CLOSING = "([{", ")]}"
 def tidy(text: str) -> str:
     """The answer in one spelling. Time is linear in its length."""
     text = FRACTIONS.sub(r" \g<0>", text.translate(CHARACTERS))
+    text = SCRIPTS.sub(lambda run: f"{'^' if run[0][0] in RAISED else '_'}{{{run[0].translate(FROM_SCRIPT)}}}", text)
     text = unicodedata.normalize("NFKC", text).translate(CHARACTERS)
     for _ in range(5):
         text, count = TEXT.subn(r" \1 ", text)

@@ -36,11 +36,14 @@ MATH_WORDS = frozenset(
         " cosh tanh infty alpha beta gamma theta lambda mu sigma omega phi and or oo bmod pmod",
     )
 )
-CJK = "\u4e00-\u9fff"
-POWER = r"(?:\s?\^\s?\{?[23]\}?)?"
-NAME = rf"(?:°\s?[CF]?(?![a-z])|[%€£¥₹¢¤Ω]|[A-Za-z][A-Za-z.'-]*{POWER}|[{CJK}]+)"
+CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
+PREFIXED = re.compile("[kMGTPcdnpμµm](?:m|g|s|[lL]|J|N|W|V|A|Hz|Pa|mol|T|C|F|K|Wb|bit|B|cal)|[kMGT]?eV|AU|[kM]?pc|ly|erg")
+POWER = r"(?:\s?\^\s?\{?-?[1-4]\}?)?"
+NAME = rf"(?:°\s?[CF]?(?![a-z])|[%€£¥₹¢¤Ω]|[A-Za-zμ][A-Za-z.'-]*{POWER}|[{CJK}]+)"
 TAIL = re.compile(
-    rf"(?P<body>.*?(?:[\d}})\]!]|\\pi|\\infty))(?P<space>\s*)(?P<unit>{NAME}(?:\s*/\s*{NAME}|\s+{NAME})*)\s*\Z", re.DOTALL
+    r"(?P<body>.*?(?:[\d})\]!]|\\pi|\\infty))(?P<space>\s*)"
+    rf"(?P<unit>{NAME}(?:\s*/\s*{NAME}|\s*\\cdot\s*{NAME}|\s+{NAME})*)\s*\Z",
+    re.DOTALL,
 )
 ANGLE_FUNCTION = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 SQUARES = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
@@ -60,7 +63,7 @@ def canonical(word: str) -> str | None:
         for name in (each, each.removesuffix("s"), each.removesuffix("es")):
             if name in CANONICAL and (len(name) > 1 or name == each):
                 return CANONICAL[name]
-    return None
+    return word if PREFIXED.fullmatch(word) else None
 
 
 def is_unit(word: str) -> bool:
@@ -79,7 +82,11 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
         return text, "", Fraction(1)
     if found["unit"] == "°" and ANGLE_FUNCTION.search(found["body"]):
         return text, "", Fraction(1)
-    words = re.findall(rf"°\s?[CF]?|[%€£¥₹¢¤Ω/]|[A-Za-z][A-Za-z.'-]*{POWER}|[{CJK}]+", found["unit"])
+    words = re.findall(rf"°\s?[CF]?|[%€£¥₹¢¤Ω/]|[A-Za-zμ][A-Za-z.'-]*{POWER}|[{CJK}]+", found["unit"])
+    if "of" in words[1:]:  # cups of feed
+        words = words[: words.index("of")]
+    elif words[0] == "of":
+        words = []
     factor = Fraction(1)
     while words and (power := _magnitude(words)) is not None:
         factor *= power
@@ -106,8 +113,10 @@ def _unit(words: list[str], *, attached: bool) -> str | None:
     """The unit's name, "" without words; None: the words are no unit. `attached`: they follow the number without a space."""
     names, power, is_known = list[str](), 1, False
     for place, word in enumerate(words):
-        bare = re.sub(r"\s?\^\s?\{?(\d)\}?\Z", r"^\1", word)
-        base, _, exponent = bare.partition("^")
+        base, exponent = re.fullmatch(r"([^\s^]*)\s?\^?\s?\{?(-?\d)?\}?", word).groups("")  # type: ignore[union-attr]
+        if exponent.startswith("-"):
+            names.append("/")
+            exponent = exponent.strip("-1")
         if base.lower() in SQUARES and len(words) > 1:
             power = SQUARES[base.lower()]
             continue
@@ -145,6 +154,8 @@ def _is_noun(word: str, *, attached: bool) -> bool:
 
 def units_agree(gold: str, answer: str) -> bool:
     """Whether both may mean the same: one is missing, they are equal, or one names counted things more closely."""
+    if {gold.partition("/")[0], answer.partition("/")[0]} == {"%"}:  # a year
+        return True
     if not gold or not answer or gold == answer or "unit" in {gold.rstrip("^23"), answer.rstrip("^23")}:
         return True
     if "¥" in {gold, answer}:

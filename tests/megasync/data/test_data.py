@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasync.config.errors import ConfigError
 from megasync.data.data import Example, PromptOrder, epoch_order, load_examples
 
 GOOD = '{"question": "1+1=", "answer": "2"}'
@@ -104,6 +105,14 @@ def test_a_missing_key_shows_those_that_are_there(tmp_path: Path) -> None:
     assert "keys:    questions, label" in message
     assert "nearest: questions" in message
     assert "data.prompt_key=questions" in message
+
+
+def test_a_field_of_a_list_is_named_with_its_list(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a", "answers": ["2", "3"]}')
+    with pytest.raises(ConfigError) as error:
+        load_examples(path, "question", "answers.0")
+    assert "'answers' is a list" in str(error.value) and "data.answer_key=answers," in str(error.value)
 
 
 def test_messages_are_turns_and_the_last_one_is_the_prompt(tmp_path: Path) -> None:

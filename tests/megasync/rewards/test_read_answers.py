@@ -107,7 +107,7 @@ def test_thinking_that_the_prompt_began() -> None:
     assert rewards == [0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("origin", ["development", "held out"])
+@pytest.mark.parametrize("origin", ["development", pytest.param("held out", marks=pytest.mark.long)])
 def test_pairs_of_many_shapes_and_forms(origin: str) -> None:
     """No wrong answer is accepted, and at most one right one in a hundred is rejected."""
     chosen = [pair for pair in pairs() if pair.origin.startswith(origin)]
