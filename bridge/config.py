@@ -88,7 +88,8 @@ class ReplicaConfig:
     seed: int = 0
     start_timeout_seconds: float = 600.0
     answer_timeout_seconds: float = 120.0  # without an answer for this long it counts as hung, where a call itself has no limit
-    adapter_rank: int = 0  # above 0: it serves the folder's weights with an adapter of at most this rank
+    adapter_rank: int = 0  # above 0: it serves the folder's weights with adapters of at most this rank
+    adapter_slots: int = 1  # how many of them it holds at a time
     shares_devices: bool = False  # with the trainer: it sleeps while the trainer works
     has_room: bool = False  # beside the trainer, on devices that they share: it need not wait with its start for memory
     devices: tuple[str, ...] = ()  # what CUDA_VISIBLE_DEVICES is to be for each replica; without any, Ray gives them devices

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
 NO_SUPPORT = np.empty(0, np.int32)
+NO_ADAPTER = -1  # stands for the folder's weights where others are in slots
 MAX_SUPPORT = 256  # the largest `top_k` with which a support is returned
 TOKEN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
 
@@ -37,12 +38,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest(Sampling):
-    """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion."""
+    """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion.
+
+    `slot`: of the adapter, in a replica that holds several (ReplicaConfig.adapter_slots); None: that of the last sync;
+    NO_ADAPTER: none.
+    """
 
     prompt_ids: tuple[int, ...]
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     first_is_greedy: bool = False  # the first of its samples is at temperature 0
+    slot: int | None = None
 
     def of_sample(self, sample: int) -> GenerationRequest:
         """As this one of its samples is asked for."""

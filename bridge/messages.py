@@ -140,6 +140,7 @@ class BeginSync:
     tensors. `endpoints` has for each reader one a stage (transport/open.py); a replica gets those of its workers.
     `sync_index` counts the syncs of these endpoints. `first_reader` is the index of the replica's
     first worker among all `num_readers` workers of all replicas. With `lanes_json` (layout/lanes.py) an endpoint is a lane's.
+    An adapter replaces the one in its `slot`.
     """
 
     version: int
@@ -156,6 +157,7 @@ class BeginSync:
     timeout_seconds: float  # from its arrival on: clocks of two hosts are not compared
     lanes_json: str | None = None
     adapter: dict[str, Any] | None = None  # AdapterSpec's fields, where the tensors are an adapter and no weights
+    slot: int = 0
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> BeginSync:
@@ -197,7 +199,7 @@ class Replicas(Protocol):
 
     def reader_hosts(self) -> list[str]: ...
 
-    def pause(self) -> None: ...
+    def pause(self, slot: int = 0) -> None: ...
 
     def begin(self, message: BeginSync) -> list[str]: ...
 

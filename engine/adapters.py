@@ -51,6 +51,7 @@ class Adapters:
         """ValueError for an engine whose state cannot be swapped."""
         _check(engine)
         self.engine, self.layout = engine, engine.layout
+        self.trained: list[Any] = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
         self._live = self._make_state()
         self.specs: dict[str, AdapterSpec] = {}
         self._away: dict[str, dict[str, torch.Tensor]] = {}  # host memory of the adapters that are not on the device
@@ -134,13 +135,31 @@ class Adapters:
         """The factor of B A."""
         return self.engine.config.lora.model_copy(update={"rank": spec.rank}).scale
 
+    # ------------------------------------------------------------------------------------------------ shared passes
+
+    def leaves(self, name: str) -> dict[Any, torch.Tensor]:
+        """The adapter's factors as leaves of a graph, by the model's parameters that hold those of the one on the device."""
+        state = self._state(name)
+        owned = ((parameter, state[f"parameter {number}"]) for number, parameter in enumerate(self.trained))
+        return {parameter: tensor.detach().to(parameter.device).requires_grad_() for parameter, tensor in owned}
+
+    def add(self, name: str, gradients: Mapping[Any, torch.Tensor]) -> None:
+        """Add gradients, by the model's parameters, to the sums of the adapter's. Those in the wrap are overwritten."""
+        for parameter, gradient in gradients.items():
+            parameter.main_grad.copy_(gradient)
+        state = self._state(name)
+        for number, gradient in enumerate(self.engine.wrapped.gradients()):
+            state[f"added {number}"] += gradient.to(state[f"added {number}"].device)
+
+    def _state(self, name: str) -> dict[str, torch.Tensor]:
+        return self._live if name == self._present else self._away[name]
+
     # ------------------------------------------------------------------------------------------------ turns
 
     def _make_state(self) -> dict[str, torch.Tensor]:
         """Every tensor of one adapter, by name; a swap exchanges these. The optimizer's are made before its first step."""
         engine = self.engine
-        trained = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
-        state = {f"parameter {number}": each.data for number, each in enumerate(trained)}
+        state = {f"parameter {number}": each.data for number, each in enumerate(self.trained)}
         for place, inner in enumerate(inner_optimizers(engine.optimizer)):
             owned = [(group, parameter) for group in inner.param_groups for parameter in group["params"]]
             for number, (group, parameter) in enumerate(owned):

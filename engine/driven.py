@@ -7,13 +7,14 @@ SPMD: every rank calls, with the same data. Gradients add up over calls until `o
     driven.adapters.create("mine", AdapterSpec(rank=8))
     driven.forward_backward("mine", data, "cross_entropy", {})
     driven.optim_step("mine", AdamParameters(learning_rate=1e-4))
+    driven.share([PassRequest("mine", data, "cross_entropy"), PassRequest("other", data, "ppo")])     # one pass of both
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,11 +23,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from engine import shared
 from engine.adapters import Adapters, RefusedError
 from engine.attention import context
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
 from engine.engine import Engine
+from engine.model import lora
 from engine.objective import logits, token_losses
 from engine.passes import PipelineRunner
 from engine.runtime.memory import return_free_memory
@@ -69,6 +72,16 @@ class AdamParameters:
     grad_clip_norm: float = 0.0  # 0: gradients are not clipped
 
 
+@dataclass(frozen=True, eq=False)
+class PassRequest:
+    """The arguments of a `forward_backward`."""
+
+    name: str
+    data: Sequence[Datum]
+    loss: str
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
 class Passed(NamedTuple):
     """The log-probs of each datum's targets, float32 [N], and the sum of the loss over all of them."""
 
@@ -84,6 +97,7 @@ class Driven:
         self.adapters = Adapters(engine)
         self.engine, self.layout = engine, engine.layout
         self._read = logits.LogProbs(1.0, engine.use_fused, is_exact=engine.mbridge.is_exact)
+        self._can_share = shared.can_share(engine)
         self._runner = PipelineRunner(engine.mbridge, engine.config.logits_chunk_tokens, use_fused=engine.use_fused)
 
     # ------------------------------------------------------------------------------------------------ the calls
@@ -110,7 +124,7 @@ class Driven:
                 reports = [of_loss(micro, each)[1] for micro, each in zip(microbatches, values, strict=False)]
         passed = self._gather(microbatches, reports if self._reports else [], data)
         if not math.isfinite(passed.loss):
-            raise RefusedError(f"the loss is {passed.loss}; its gradients were not added")
+            raise _not_finite(passed)
         if has_gradients:
             self._add_gradients()
         return passed
@@ -139,6 +153,32 @@ class Driven:
         apply_gradients(optimizer, norm)
         return norm
 
+    def share(self, requests: Sequence[PassRequest]) -> list[Passed | RefusedError]:
+        """`forward_backward` of adapters that all differ, each with the result and gradients that it has alone.
+
+        Their tokens go through the base model together (shared.py), or in turns where that would change bits.
+        """
+        if not self._can_share or len(requests) == 1 or any(each.name not in self.adapters.specs for each in requests):
+            return [self._alone(each) for each in requests]
+        return_free_memory()
+        own = [self._microbatches(each.data) for each in requests]
+        leaves = [self.adapters.leaves(each.name) for each in requests]
+        sums, reports = [shared.gradient_sums(each) for each in leaves], [list[Any]() for _ in requests]
+        scales = [self.adapters.scale(self.adapters.specs[each.name]) for each in requests]
+        most = min(self.engine.config.tokens_per_microbatch, self.engine.config.logits_chunk_tokens)
+        for group in shared.groups([[micro.num_tokens for micro in each] for each in own], most):
+            members = [(number, own[number][index]) for number, index in group]
+            rows = [(micro.num_tokens, leaves[number], scales[number]) for number, micro in members]
+            joined = [shared.join([micro for _, micro in members])]
+            self._runner.set_rotary(joined, self.engine.chunks[0])
+            of_loss = partial(self._shared_loss, requests, [len(each) for each in own], members)
+            with lora.sharing(self.engine.chunks, rows):
+                (found,) = self._runner.run(joined, self.engine.chunks, self._read, of_loss)
+            for (number, _), report in zip(members, found, strict=True):
+                reports[number].append(report)
+        passed = [self._gather(*each) for each in zip(own, reports, (request.data for request in requests), strict=True)]
+        return [self._keep(*each) for each in zip(requests, passed, sums, strict=True)]
+
     # ------------------------------------------------------------------------------------------------ one pass
 
     def _microbatches(self, data: Sequence[Datum]) -> list[MicroBatch]:
@@ -147,7 +187,7 @@ class Driven:
         split = engine.config.parallel
         table = SampleTable.from_samples([Sample(each.tokens[:1], each.tokens[1:]) for each in data])
         chunks = context.num_chunks(split)
-        multiple = chunks * (split.tensor if split.sequence else 1)
+        multiple = chunks * (split.tensor if split.sequence else 1) if not self._can_share else shared.ROWS
         bins = plan_microbatches(table.lengths, layout.data_size, engine.config.tokens_per_microbatch, engine.balance)
         microbatches = [pack(table, indices, multiple, engine.device, chunks) for indices in bins[layout.data_rank]]
         for micro in microbatches:
@@ -179,6 +219,37 @@ class Driven:
         # the schedule divides by the number of micro-batches (schedules.py:269), the wrap by the data-parallel size
         return total * num_microbatches * self.layout.data_size, (total.detach().double(), log_probs.detach())
 
+    def _shared_loss(
+        self,
+        requests: Sequence[PassRequest],
+        counts: Sequence[int],
+        members: Sequence[tuple[int, MicroBatch]],
+        _joined: MicroBatch,
+        values: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """The sum over the members' losses. Each is multiplied and divided by its number of micro-batches, as alone."""
+        parts = torch.split(values[0], [micro.num_tokens for _, micro in members])
+        total, reports = values[0].new_zeros(()), []
+        for (number, micro), part in zip(members, parts, strict=True):
+            request, count = requests[number], counts[number]
+            loss = token_losses.TOKEN_LOSSES[request.loss]
+            own, report = self._loss(request.data, count, loss, {**loss.options, **request.options}, micro, (part,))
+            total = total + own / count
+            reports.append(report)
+        return total, reports
+
+    def _keep(self, request: PassRequest, passed: Passed, sums: Mapping[Any, torch.Tensor]) -> Passed | RefusedError:
+        if not math.isfinite(passed.loss):
+            return _not_finite(passed)
+        self.adapters.add(request.name, sums)
+        return passed
+
+    def _alone(self, request: PassRequest) -> Passed | RefusedError:
+        try:
+            return self.forward_backward(request.name, request.data, request.loss, request.options)
+        except RefusedError as error:
+            return error
+
     def _gather(self, microbatches: list[MicroBatch], reports: Sequence[Any], data: Sequence[Datum]) -> Passed:
         """The log-probs of all data, and the loss, on every rank."""
         lengths = [len(each.tokens) for each in data]
@@ -208,3 +279,7 @@ class Driven:
         """Reduced over ranks already: of a buffer's shards this rank's own counts, in this sum as in the optimizer."""
         for gradient, added in zip(self.engine.wrapped.gradients(), self.adapters.added(), strict=True):
             added += gradient
+
+
+def _not_finite(passed: Passed) -> RefusedError:
+    return RefusedError(f"the loss is {passed.loss}; its gradients were not added")

@@ -32,9 +32,9 @@ from bridge.receive.unpack import Unpacker
 from bridge.transport.open import abort_endpoints, open_reader
 from bridge.transport.protocol import Reader
 from bridge.vllm.exact import register as exact
-from bridge.vllm.serving import routing
+from bridge.vllm.serving import routing, text_alone
 from bridge.vllm.serving.trace import Tracing
-from bridge.vllm.weights import adapter, latent, readback, reload
+from bridge.vllm.weights import adapter, gpt_oss, latent, readback, reload
 
 SLEPT_BESIDE_OTHERS = "Memory usage increased after sleeping."
 
@@ -67,8 +67,9 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._parameters = {name for name, _ in self.model.named_parameters()}  # a tied head counts as the embedding
         self._held: Manifest | None = None
         self._manifest: Manifest | None = None
-        self._unpacker: Unpacker | None = None
-        self._load_plan: LoadPlan | None = None
+        self._slot = 0  # of the last sync
+        self._unpackers: dict[int, Unpacker] = {}  # by slot, as the plans
+        self._load_plans: dict[int, LoadPlan | None] = {}
         self._reader: Reader | None = None
         self._sync: BeginSync | None = None
         self.lora_manager: Any = None  # vLLM's, where the replica was started for adapters
@@ -99,7 +100,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             return ["the manifest of that digest never came"]
         reasons = self._find_problems(message, manifest)
         if message.adapter is not None and message.manifest_json is not None:
-            self._load_plan = self._unpacker = None  # until an adapter is in its slot
+            self._load_plans, self._unpackers = {}, {}  # until an adapter is in its slot
+        self._slot = message.slot
         if reasons:
             self._manifest = None
             return reasons
@@ -117,13 +119,20 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def _make_plans(self, key: PlanKey, manifest: Manifest, message: BeginSync) -> None:
         """Keep the plans of the last sync where their key is equal and the parameters have not moved; else make new ones."""
         plan = self._load_plan
+        unpacker = self._unpackers.get(self._slot)
         if message.adapter is None and (plan is None or plan.manifest.digest != key.manifest_digest or not plan.is_current):
             with reload.config_scope(self.vllm_config):
                 transformed, load = reload.transformation(self.model), self.model.load_weights
-                self._load_plan = bake(manifest, self.model, load, transformed, latent.is_derived)
-            self._unpacker = None
-        if self._unpacker is None or self._unpacker.plan.key != key:
-            self._unpacker = Unpacker(SyncPlan(manifest, key.stage_sizes, key.bucket_bytes), self._load_plan, self.device)
+                self._load_plans[self._slot] = bake(manifest, self.model, load, transformed, latent.is_derived)
+            unpacker = None
+        if unpacker is None or unpacker.plan.key != key:
+            unpacker = Unpacker(SyncPlan(manifest, key.stage_sizes, key.bucket_bytes), self._load_plan, self.device)
+        self._unpackers[self._slot] = unpacker
+
+    @property
+    def _load_plan(self) -> LoadPlan | None:
+        """Of the slot of the last sync."""
+        return self._load_plans.get(self._slot)
 
     def loader_fallback(self) -> dict[str, str]:
         """The layers that are not planned, and why."""
@@ -145,7 +154,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def _find_differences(self, manifest: Manifest) -> list[str]:
         if self._held is None:
             layers = self.model_config.hf_text_config.num_hidden_layers
-            self._held = without_predictors(read_folder_manifest(Path(self.model_config.model)), layers)
+            held = gpt_oss.unpacked_manifest(read_folder_manifest(Path(self.model_config.model)))
+            self._held = without_predictors(text_alone.own_manifest(self.model, held), layers)
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         problem = latent.problem(self.model)
         return [problem] if problem else find_differences(manifest, self._held, dtype, tied=reload.is_tied(self.model))
@@ -177,18 +187,18 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     def _load(self, sync: BeginSync, reader: Reader) -> None:
         assert self._manifest is not None
-        assert self._unpacker is not None
-        plan, stream = self._load_plan, self._unpacker.tensors(sync, reader)
+        slot, unpacker = self._slot, self._unpackers[self._slot]
+        plan, stream = self._load_plan, unpacker.tensors(sync, reader)
         if plan is None:
             assert sync.adapter is not None
-            adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter)
-            self._load_plan = adapter.plan_adapter(self.lora_manager, self._manifest)
-            self._unpacker = Unpacker(self._unpacker.plan, self._load_plan, self.device)
+            adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter, slot)
+            self._load_plans[slot] = adapter.plan_adapter(self.lora_manager, self._manifest, slot)
+            self._unpackers[slot] = Unpacker(unpacker.plan, self._load_plans[slot], self.device)
             return
         loaded = reload.load_stream(self.model, stream) if not plan.is_whole else set()
         for _ in stream:  # a loader may return early: read the rest, so that no sender waits
             pass
-        problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[self._unpacker.num_arrived :]]
+        problems = [f"{spec.name} never arrived" for spec in self._manifest.tensors[unpacker.num_arrived :]]
         if plan.loader_fallback:
             expected = {name for name in self._parameters if name.rpartition(".")[0] in plan.loader_fallback}
             missing = sorted(expected - loaded) if loaded is not None else []  # not reported as loaded by vLLM's loader
@@ -217,12 +227,12 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         return readback.digest_whole(self.held_slices(None), readback.tensor_group())
 
     def held_slices(self, names: frozenset[str] | None) -> Iterator[readback.Slice]:
-        """All of the adapter where one is served; else at least the weights of these names."""
+        """All of the adapter of the last sync where adapters are served; else at least the weights of these names."""
         if self.lora_manager is None:
             slices = readback.hf_slices(self.model, lambda name: names is None or name in names)
             return readback.in_dtypes(slices, self._manifest.by_name if self._manifest is not None else {})
         assert self._manifest is not None
-        return adapter.held_slices(self.lora_manager, self._manifest.by_name)
+        return adapter.held_slices(self.lora_manager, self._manifest.by_name, self._slot)
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:
@@ -235,7 +245,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def _close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close()
-            self._reader = self._unpacker = None  # with its views of the buffers
+            self._reader, self._unpackers = None, {}  # with their views of the buffers
 
 
 class WorkerExtension:

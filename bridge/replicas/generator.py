@@ -2,7 +2,7 @@
 
 Leaves out when weights change (replica.py) and what depends on the vLLM version (vllm/serving/).
 
-    generator = Generator(engine, 0, on_update="continue", serving=lambda: (version, False), explain=str)
+    generator = Generator(engine, 0, on_update="continue", serving=lambda slot: (version, NO_ADAPTER), explain=str)
     await generator.hand_in([GroupRequest(key=7, request=request, samples=(0, 1))], num_collects=0)
     (await generator.collect(1.0, number=1)).finished
 """
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from bridge.config import OnUpdate
 from bridge.generation import (
+    NO_ADAPTER,
     NO_EXPERTS,
     Collected,
     Completion,
@@ -36,6 +37,7 @@ from bridge.vllm.serving import requests as vllm_requests
 Result = TypeVar("Result")
 PAUSE_MODES: dict[OnUpdate, str] = {"drain": "wait", "continue": "keep", "restart": "abort"}  # AsyncLLM.pause_generation's
 PING_SECONDS = 1.0
+SLOT_SECONDS = 0.01  # from one look at a slot's requests to the next
 ANSWER_SECONDS = 0.01  # from one answer of `collect` to the next: each takes a millisecond or two from the engine's outputs
 
 
@@ -48,6 +50,7 @@ class RunningSample:
     key: int = 0  # of its group
     answer: asyncio.Future[Ended] | None = None  # who waits for its output; None: `collect` has it
     version: int = 0
+    slot: int = NO_ADAPTER  # of the adapter that it runs with
     marks: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -65,18 +68,23 @@ class Generator:
         engine: Any,
         index: int,
         on_update: OnUpdate,
-        serving: Callable[[], tuple[int, bool]],
+        serving: Callable[[int | None], tuple[int, int]],
         explain: Callable[[Exception], Exception],
         *,
         returns_experts: bool = False,
         returns_support: bool = False,
+        has_slots: bool = False,
     ) -> None:
-        """`serving` returns the served version and whether an adapter is served, or raises; `explain` returns a better error."""
+        """`serving` returns the version in a slot, and the slot or NO_ADAPTER, or raises; `explain` returns a better error.
+
+        `has_slots`: an update changes what is in one of several slots.
+        """
         self.lock = asyncio.Lock()
         self.is_busy = False  # with weights
         self._engine, self._index, self.on_update = engine, index, on_update
         self._serving, self._explain = serving, explain
         self._returns_experts, self._returns_support = returns_experts, returns_support
+        self._has_slots = has_slots
         self._ids = itertools.count()
         self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
         self._held: set[str] = set()  # of these, those that a pause holds
@@ -103,9 +111,9 @@ class Generator:
         completions = iter(await self._completions(ended))
         return [[next(completions) for _ in range(request.num_samples)] for request in requests]
 
-    async def score(self, sequences: Sequence[tuple[int, ...]], num_top: int = 0) -> list[TokenScores]:
+    async def score(self, sequences: Sequence[tuple[int, ...]], num_top: int = 0, slot: int | None = None) -> list[TokenScores]:
         """At temperature 1, with the `num_top` most likely tokens (vLLM: max_logprobs at most)."""
-        requests = [ScoreRequest(ids, max_new_tokens=0, temperature=0.0, num_top=num_top) for ids in sequences]
+        requests = [ScoreRequest(ids, max_new_tokens=0, temperature=0.0, num_top=num_top, slot=slot) for ids in sequences]
         ended = await self._answers([RunningSample(request) for request in requests])
         await self._forget_experts(ended)
         return [vllm_requests.token_scores(output, num_top) for _, _, output in ended]
@@ -174,12 +182,18 @@ class Generator:
         finally:
             self._is_no_sync_waiting.set()
 
-    async def pause(self, *, drain: bool = False) -> None:
+    async def pause(self, slot: int, *, drain: bool = False) -> None:
         """Stop generation as `on_update` says, or with `drain` once all that runs is done; the lock is held.
 
-        Requests without tokens restart with the new weights, in their own prefix cache.
+        Requests without tokens restart with the new weights, in their own prefix cache. With several slots those of `slot` are
+        waited for, and the others held, which the update does not change.
         """
         self._is_open.clear()
+        if self._has_slots and not drain:
+            while any(live.slot == slot for live in self._live.values()):
+                await asyncio.sleep(SLOT_SECONDS)
+            await self._unless_dead(api.pause(self._engine, "keep"))
+            return
         await self._unless_dead(api.pause(self._engine, PAUSE_MODES["drain" if drain else self.on_update]))
         counts = await self._unless_dead(api.num_tokens(self._engine))
         await self._engine.abort([name for name in self._live if counts.get(name) == 0], internal=True)
@@ -189,9 +203,8 @@ class Generator:
 
     async def resume(self) -> None:
         """Held requests continue under the version that is served now."""
-        version, _ = self._serving()
         for name in self._held & self._live.keys():  # the output of others is on its way to us
-            self._live[name].version = version
+            self._live[name].version, _ = self._serving(self._live[name].request.slot)
         await self._engine.resume_generation()
         self._is_open.set()
 
@@ -220,13 +233,13 @@ class Generator:
         input queue (vllm/v1/engine/core.py:926), so that they are scheduled together.
         """
         async with self._turn(yields_to_sync=yields_to_sync):
-            version, with_adapter = self._serving()
+            serving = {slot: self._serving(slot) for slot in {live.request.slot for live in lives}}
             alone = not self._live
             named = {f"{self._index}-{next(self._ids)}": live for live in lives}
             for live in lives:
-                live.version, live.marks = version, []
+                (live.version, live.slot), live.marks = serving[live.request.slot], []
             try:
-                requests = await self._core_requests(named, version, with_adapter)
+                requests = await self._core_requests(named)
                 if alone:
                     await self._unless_dead(api.pause(self._engine, "keep"))
                     if not keeps_cache:
@@ -243,20 +256,19 @@ class Generator:
                 if alone and not self._engine.errored:
                     await self._engine.resume_generation()
 
-    async def _core_requests(self, named: Mapping[str, RunningSample], version: int, with_adapter: bool) -> list[Any]:
+    async def _core_requests(self, named: Mapping[str, RunningSample]) -> list[Any]:
         """vLLM's own, by prompt: what lies side by side is of one."""
         make = partial(
             vllm_requests.core_requests,
             self._engine,
-            version=version,
-            with_adapter=with_adapter,
             returns_experts=self._returns_experts,
             returns_support=self._returns_support,
         )
         found: list[Any] = []
         for request, own in itertools.groupby(named.items(), lambda item: item[1].request.of_sample(item[1].sample)):
             samples = {name: live.sample for name, live in own}
-            found += await make(request, samples)
+            first = named[next(iter(samples))]
+            found += await make(request, samples, version=first.version, slot=first.slot)
         return found
 
     def put(self, output: Any) -> None:

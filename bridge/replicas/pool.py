@@ -136,15 +136,15 @@ class ReplicaPool(ReplicaActors):
         hosts = self._call(lambda actor: actor.host.remote(), CONTROL_SECONDS, what="host")
         return [host for host in hosts for _ in range(self.config.tensor_parallel)]
 
-    def pause(self) -> None:
+    def pause(self, slot: int = 0) -> None:
         """No new requests; running ones are waited for, held, or restarted (`ReplicaConfig.on_update`).
 
-        They take as long as they take, for as long as vLLM gives signs of life.
+        Of several slots those of `slot` are waited for. They take as long as they take, for as long as vLLM gives signs of life.
 
         Raises:
             RuntimeError: a replica is out of service; says how to restart it.
         """
-        calls, ask = self._after_sent("pause", dict(zip(self.members, self._chosen(), strict=True)))
+        calls, ask = self._after_sent("pause", dict(zip(self.members, self._chosen(), strict=True)), slot=slot)
         wait_while_alive(calls, ask, self.config.answer_timeout_seconds, "pause")
 
     def sleep(self, *, keep_weights: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge import processes
 from bridge.config import ReplicaConfig
-from bridge.generation import Collected, Completion, GenerationRequest, GroupRequest, TokenScores
+from bridge.generation import NO_ADAPTER, Collected, Completion, GenerationRequest, GroupRequest, TokenScores
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
 from bridge.notes import find_notes
 from bridge.replicas import places
@@ -35,7 +35,8 @@ class Replica:
         """`serves_folder`: whether it may generate before the first sync, with the weights of the model folder."""
         sys.path.insert(0, str(Path(__file__).parents[2]))  # vLLM's workers inherit it: a user's bridge.py is not taken for ours
         self.index, self.config = index, config
-        self.version: int | None = FOLDER_VERSION if serves_folder else None
+        self._versions = {0: FOLDER_VERSION} if serves_folder else dict[int, int]()  # by slot
+        self._slot = self._newest = 0  # of the last pause, and of the last sync
         self._state = ReplicaState.SERVING
         self._failure = ""
         self._num_calls = 0  # of generate, score and trace, also failed ones
@@ -76,6 +77,7 @@ class Replica:
             self._explain,
             returns_experts=self.config.returns_experts,
             returns_support=self.config.returns_support,
+            has_slots=self.config.adapter_slots > 1,
         )
         self._watch = asyncio.create_task(self._generator.watch())
         api.yield_cores()
@@ -110,10 +112,10 @@ class Replica:
         self._require_service()
         return await self._generator.collect(seconds, number)
 
-    async def score(self, sequences: list[tuple[int, ...]], num_top: int) -> list[TokenScores]:
+    async def score(self, sequences: list[tuple[int, ...]], num_top: int, slot: int | None = None) -> list[TokenScores]:
         """See Generator."""
         self._num_calls += 1
-        return await self._generator.score(sequences, num_top)
+        return await self._generator.score(sequences, num_top, slot)
 
     async def trace(self, token_ids: list[int], num_prompt: int, temperature: float, path: str) -> None:
         """Go through a prompt and a given response as if it were sampled, and write every tensor on the way to `path`."""
@@ -137,12 +139,13 @@ class Replica:
         """How long vLLM's engine core has owed an answer; also where another call waits for it."""
         return self._generator.silent_seconds
 
-    async def pause(self, num_calls: int, number: int) -> None:
+    async def pause(self, num_calls: int, number: int, *, slot: int = 0) -> None:
         """Take on no new requests, do with the running ones as `ReplicaConfig.on_update` says; asleep, get memory for weights.
 
         `num_calls`: how many calls of `generate`, `score` and `trace` come before; they may still be on their way. `number`: of
-        this pause, or sleep.
+        this pause, or sleep. `slot`: the one that changes, see Generator.
         """
+        self._slot = slot
         if self._state is ReplicaState.ASLEEP:
             self._require_not_aborted(number)
             await self._wake([api.WEIGHTS])
@@ -155,7 +158,7 @@ class Replica:
         """As pause, then give the devices' memory up until resume; weights that are not kept come with the next sync."""
         await self._stop(Event.SLEEP, num_calls, number)
         if not keep_weights:
-            self.version = None
+            self._versions.clear()
         await self._engine.reset_prefix_cache()
         await api.sleep(self._engine, keep_weights=keep_weights)
         self._given_up = [api.WEIGHTS, api.CACHES]
@@ -171,7 +174,7 @@ class Replica:
             self._require_not_aborted(number)
             self._advance(event)
             if before is not ReplicaState.STALE:
-                await self._generator.pause(drain=event is Event.SLEEP)
+                await self._generator.pause(self._slot, drain=event is Event.SLEEP)
         except BaseException:
             self._leave_sync()
             if self._state is not ReplicaState.FAILED:
@@ -208,16 +211,22 @@ class Replica:
         self._advance(Event.RECEIVED)
 
     async def commit(self, version: int) -> None:
-        """Finish the reload, stamp the version and forget cached prefixes: of requests that are held, with `recomputes_cache`."""
-        holds = self.config.on_update == "continue"
-        recompute, adapter = holds and self.config.recomputes_cache, self.config.adapter_rank > 0
+        """Finish the reload, stamp the version and forget cached prefixes: of requests that are held, with `recomputes_cache`.
+
+        Requests of other slots keep theirs.
+        """
+        has_slots = self.config.adapter_slots > 1
+        holds = has_slots or self.config.on_update == "continue"
+        recompute = holds and self.config.recomputes_cache and not has_slots
+        adapter = self.config.adapter_rank > 0
         with self._spans.measure("finish"):
             is_reset = await api.finish_update(self._engine, version, adapter=adapter, recompute=recompute)
             if not is_reset and not holds:
                 raise RuntimeError(f"replica {self.index} could not reset its prefix cache")
         self._advance(Event.COMMIT)
         self._generator.is_busy = False
-        self.version, self._is_torn = version, False
+        self._newest, self._is_torn = self._slot, False
+        self._versions[self._newest] = version
 
     async def resume(self) -> None:
         resumed = next_state(self._state, Event.RESUME)
@@ -236,14 +245,15 @@ class Replica:
         self._notice_death()
         before, self._state = self._state, next_state(self._state, Event.ABORT)
         if self._state is ReplicaState.STALE and before is not ReplicaState.STALE:
-            self._is_torn, self.version = True, None
+            self._is_torn = True
+            self._versions.clear()
             await self._engine.collective_rpc("megasync_break_off")
             self._generator.is_busy = False
         elif before is ReplicaState.PAUSED and self._is_torn:
             self._state = ReplicaState.STALE
         elif before is ReplicaState.PAUSED:
             await self._wake(self._given_up)
-            if self.version is None:
+            if not self._versions:
                 await self._engine.resume_generation()
             else:
                 await self._generator.resume()
@@ -305,13 +315,22 @@ class Replica:
         if number <= self._last_aborted:
             raise RuntimeError(f"replica {self.index}: the sync was aborted before its pause had its turn")
 
-    def _serving(self) -> tuple[int, bool]:
-        """The version that is served, and whether with an adapter.
+    @property
+    def version(self) -> int | None:
+        """The one in the first slot, if there is one."""
+        return self._versions.get(0)
+
+    def _serving(self, slot: int | None) -> tuple[int, int]:
+        """The version in this slot, None: in that of the last sync, and the slot of its adapter, or NO_ADAPTER.
 
         Raises:
-            NotServingError: nothing may be generated before the next sync.
+            NotServingError: nothing may be generated from it before the next sync.
         """
         self._require_service()
-        if self.version is None:
+        slot = self._newest if slot is None else slot
+        if slot == NO_ADAPTER and self.config.adapter_rank and not self._is_torn:
+            return FOLDER_VERSION, NO_ADAPTER
+        if slot not in self._versions:
             raise NotServingError(f"replica {self.index} has no weights and waits for a publish before it can generate")
-        return self.version, self.config.adapter_rank > 0 and self.version != FOLDER_VERSION
+        version = self._versions[slot]
+        return version, slot if self.config.adapter_rank and version != FOLDER_VERSION else NO_ADAPTER

@@ -74,10 +74,11 @@ class Publisher:
             raise ValueError("Publisher takes the pool on rank 0 and None on the others")
         self._connection: Connection | None = None
 
-    def publish(self, version: int, verify: Verify | None = None) -> SyncReport:
+    def publish(self, version: int, verify: Verify | None = None, slot: int = 0) -> SyncReport:
         """Bring every replica to this rank's weights, as `version`.
 
-        `verify`: overrides SyncConfig.verify for this sync; the same on every rank.
+        `verify`: overrides SyncConfig.verify for this sync; the same on every rank. `slot`: of several adapters the one that
+        goes; the others are served as before.
 
         Raises:
             ValueError: no such way to verify.
@@ -90,9 +91,9 @@ class Publisher:
         connection = self._connect(version)
         with spans.measure("pause"), self._agreed(version):
             if pool is not None:
-                pool.pause()
+                pool.pause(slot)
         start, deadline = time.time(), time.monotonic() + self._config.timeout_seconds
-        message = self._message(connection, version, verify)
+        message = self._message(connection, version, verify, slot)
         if connection.num_syncs == 0:  # later the replicas have accepted the manifest
             with spans.measure("begin"), self._agreed(version):
                 if pool is not None and (reasons := pool.begin(message)):
@@ -154,7 +155,7 @@ class Publisher:
             self._connection = connect(version, self._source, self._config, self._ranks, readers, self._log)
         return self._connection
 
-    def _message(self, connection: Connection, version: int, verify: str) -> BeginSync:
+    def _message(self, connection: Connection, version: int, verify: str, slot: int) -> BeginSync:
         """For all replicas; the pool makes each one's own of it."""
         plan = connection.plan
         return BeginSync(
@@ -172,6 +173,7 @@ class Publisher:
             timeout_seconds=self._config.timeout_seconds,
             lanes_json=connection.lanes_json,
             adapter=self._adapter,
+            slot=slot,
         )
 
     def _report(self, connection: Connection, message: BeginSync, start: float, spans: Spans) -> SyncReport:

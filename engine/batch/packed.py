@@ -6,6 +6,7 @@ Data alone, which batches, attention and routers share. Leaves out who fills it 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,6 +104,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # where our own attention rotates: see PipelineRunner
     lengths: tuple[int, ...] = ()  # of each sequence
+    parts: tuple[int, ...] = ()  # numbers of sequences that are computed as if they were alone; empty: all together
     context: ContextPart | None = None  # which of the tokens this context-parallel rank has; all else is of whole sequences
     routing: Routing | None = None  # for the routers of layers with experts
 
@@ -124,23 +126,26 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-        """Sequences grouped by length for padded attention: a group's longest is less than twice its shortest.
+        """Sequences of a part grouped by length for padded attention: a group's longest is less than twice its shortest.
 
         Returns the groups and an inverse permutation. A group is (index, valid): `index` int64 [sequences, longest] gathers the
-        packed tokens (0 where padded), `valid` int64 lists the real positions of the flattened group. The permutation, int64
-        [tokens], brings the groups' valid tokens, concatenated, back into packing order.
+        packed tokens (the part's first where padded), `valid` int64 lists the real positions of the flattened group. The
+        permutation, int64 [tokens], brings the groups' valid tokens, concatenated, back into packing order.
         """
         offsets, device = self.cu_seqlens_q.tolist(), self.cu_seqlens_q.device
-        by_magnitude: dict[int, list[tuple[int, int]]] = {}
-        for start, end in pairwise(offsets):
-            by_magnitude.setdefault((end - start).bit_length(), []).append((start, end - start))
+        bounds = [0, *itertools.accumulate(self.parts or (len(offsets) - 1,))]
+        by_magnitude: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for first, last in pairwise(bounds):
+            for start, end in pairwise(offsets[first : last + 1]):
+                key = offsets[first], (end - start).bit_length()
+                by_magnitude.setdefault(key, []).append((start, end - start))
         groups, order = [], []
-        for members in by_magnitude.values():
+        for (begin, _), members in by_magnitude.items():
             starts = torch.tensor([start for start, _ in members])[:, None]
             lengths = torch.tensor([length for _, length in members])[:, None]
             positions = torch.arange(int(lengths.max()))[None]
             filled = positions < lengths
-            index = torch.where(filled, starts + positions, 0)
+            index = torch.where(filled, starts + positions, begin)
             groups.append((index.to(device), filled.flatten().nonzero().squeeze(1).to(device)))
             order.append(index[filled])
         return groups, torch.argsort(torch.cat(order)).to(device)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,16 @@ START = "start"  # the name of the adapters of the start model
 NamedLinears = Iterator[tuple[str, Any]]
 
 
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a pass that several adapters share: those of one, with its factors."""
+
+    num_rows: int
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
 class _Adapted:
     """Common base of both kinds of adapted linears."""
 
@@ -46,9 +57,25 @@ class _Adapted:
     lora_shown = ""  # the name of the adapter in use; empty: the policy's
     lora_kept: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = MappingProxyType({})  # A and B of others, by name
 
+    lora_blocks: Sequence[Block] = ()  # all rows of a shared pass, see engine/shared.py
+
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A and B of the policy or, under `showing`, of the adapter of that name, where there is any."""
         return self.lora_kept.get(self.lora_shown) if self.lora_shown else (self.lora_a, self.lora_b)
+
+    def _low(self, inputs: torch.Tensor, a: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
+        """scale A x of inputs [T, ..., in], in a shared pass of each block by itself, with the bits that it has alone."""
+        if not self.lora_blocks:
+            return product(self._dropped(inputs, is_shard=is_shard), a) * self.lora_scale
+        parts = torch.split(inputs, [block.num_rows for block in self.lora_blocks])
+        return torch.cat([product(part, block.a) * block.scale for part, block in zip(parts, self.lora_blocks, strict=True)])
+
+    def _high(self, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """B of what `_low` gave, likewise."""
+        if not self.lora_blocks:
+            return product(low, b)
+        parts = torch.split(low, [block.num_rows for block in self.lora_blocks])
+        return torch.cat([product(part, block.b) for part, block in zip(parts, self.lora_blocks, strict=True)])
 
     def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
         """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
@@ -75,12 +102,12 @@ class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: igno
         output, bias = super().forward(input_, *args, **kwargs)
         if (factors := self._factors()) is None:
             return output, bias
-        low = product(self._dropped(input_, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
+        low = self._low(input_, factors[0], is_shard=self.sequence_parallel)
         if self.sequence_parallel:
             low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + product(low, factors[1]), bias
+        return output + self._high(low, factors[1]), bias
 
 
 class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[misc]
@@ -90,12 +117,12 @@ class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[mis
         output, bias = super().forward(input_)
         if (factors := self._factors()) is None:
             return output, bias
-        low = product(self._dropped(input_, is_shard=True), factors[0]) * self.lora_scale
+        low = self._low(input_, factors[0], is_shard=True)
         if self.sequence_parallel:
             low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + product(low, factors[1]), bias
+        return output + self._high(low, factors[1]), bias
 
 
 class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
@@ -105,8 +132,8 @@ class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
         output = super().forward(inputs)
         if (factors := self._factors()) is None:
             return output
-        low = product(self._dropped(inputs, is_shard=self.sequence_parallel), factors[0]) * self.lora_scale
-        return output + product(low, factors[1])
+        low = self._low(inputs, factors[0], is_shard=self.sequence_parallel)
+        return output + self._high(low, factors[1])
 
 
 class AdaptedExpertLinear(_Adapted, ExpertLinear):
@@ -213,6 +240,19 @@ def showing(chunks: list[torch.nn.Module], name: str) -> AbstractContextManager[
 def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
     """The start model."""
     return showing(chunks, START)
+
+
+@contextmanager
+def sharing(chunks: list[torch.nn.Module], rows: Sequence[tuple[int, Mapping[Any, torch.Tensor], float]]) -> Iterator[None]:
+    """Let consecutive rows of a pass have adapters of their own: number of rows, factors by the policy's, scale."""
+    linears = [linear for _, linear in adapted_linears(chunks)]
+    for linear in linears:
+        linear.lora_blocks = [Block(num, own[linear.lora_a], own[linear.lora_b], scale) for num, own, scale in rows]
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.lora_blocks
 
 
 def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:

@@ -31,6 +31,7 @@ from megasync.config.service_section import ServiceConfig
 from megasync.config.teacher_section import TeacherConfig
 
 LOGGERS = ("tensorboard", "wandb", "trackio")
+MOST_ADAPTER_SLOTS = 8  # each takes memory of a replica; beyond them a sync waits for the oldest samples
 RAY_ADDRESS = re.compile(r"local|auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
 
@@ -129,8 +130,9 @@ class RolloutConfig(Section):
     """How many weight versions the oldest token of a sample may be behind the weights that train on it. 0: synchronous; above 0:
     generation continues while the trainer works."""
     on_update: OnUpdate = "drain"
-    """How a weight sync treats running samples. drain: wait until they finish; continue: pause them and resume with the new
-    weights; restart: generate them again with the new weights."""
+    """How a weight sync treats running samples. drain: wait until they finish, or with engine.lora.sync=adapter let them finish
+    under the adapter that they began with; continue: pause them and resume with the new weights; restart: generate them again
+    with the new weights."""
     cache_on_update: Literal["recompute", "keep"] = "keep"
     """on_update=continue: keep the KV cache of paused samples, or recompute it with the new weights, which costs one prefill per
     sample."""
@@ -269,6 +271,13 @@ class Config(Section):
         reward = self.rollout.reward
         named = {reward} if isinstance(reward, str) else reward.keys()
         return {name: judge for name, judge in self.judges.items() if judge.path and f"judge:{name}" in named}
+
+    @property
+    def adapter_slots(self) -> int:
+        """How many versions of a run's adapter replicas hold, so that a sync waits for no sample, and each ends as it began."""
+        lora, rollout = self.engine.lora, self.rollout
+        is_several = lora.rank > 0 and lora.sync == "adapter" and rollout.on_update == "drain"
+        return min(rollout.max_staleness + 1, MOST_ADAPTER_SLOTS) if is_several else 1
 
     @property
     def keeps_versions(self) -> bool:

@@ -28,6 +28,12 @@ class ServiceConfig(Section):
     """Memory for bodies that are on their way here; while there is none for another, it is answered with 429."""
     max_models: PositiveInt = 64
     """Largest number of training clients in memory; a session that its client finishes makes room."""
+    shared_clients: PositiveInt = 8
+    """forward_backward requests of so many clients that wait at the same time go through the base model together, each with the
+    bits that it has alone; 1: in turns, as always with several trainer ranks or model.exact."""
+    adapter_slots: PositiveInt = 8
+    """With engine.lora.sync=adapter the replicas hold so many versions, of any clients, and sample from them at the same time;
+    a further one replaces the version that was sampled least recently. With merged weights they hold one."""
     checkpoint_every: NonNegativeInt = 200
     """State is written after this many training requests, so that a restart repeats at most as many; 0: never."""
     poll_seconds: PositiveFloat = 20.0

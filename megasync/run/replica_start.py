@@ -39,9 +39,9 @@ PROMPT_TOKENS = 2048  # of one forward pass of a teacher: 3 GB of logits with a 
 class ReplicaStart:
     """Rank 0's. `close` in any case."""
 
-    def __init__(self, config: Config, *, detokenizes: bool = False) -> None:
-        """`detokenizes`: requests may have stop texts, whatever the config's."""
-        self.config, self._detokenizes = config, detokenizes
+    def __init__(self, config: Config, *, detokenizes: bool = False, adapter_slots: int | None = None) -> None:
+        """`detokenizes`: requests may have stop texts, whatever the config's. `adapter_slots`: instead of a run's."""
+        self.config, self._detokenizes, self._adapter_slots = config, detokenizes, adapter_slots
         self._ends = ExitStack()  # calls all, the last first, whatever one of them raises
         self._pool: ReplicaPool | None = None
         self._teachers: dict[str, ReplicaPool] = {}  # by the key of their folder
@@ -71,7 +71,8 @@ class ReplicaStart:
         on_cpu = psutil.virtual_memory().available // num_local_ranks
         is_roomy = has_room(self.config, torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else on_cpu)
         wanted = replica_config(self.config)
-        wanted = replace(wanted, has_room=is_roomy, detokenizes=wanted.detokenizes or self._detokenizes)
+        detokenizes, slots = wanted.detokenizes or self._detokenizes, self._adapter_slots or wanted.adapter_slots
+        wanted = replace(wanted, has_room=is_roomy, detokenizes=detokenizes, adapter_slots=slots)
         self._pool = ReplicaPool.begin_start(wanted, rollout.replicas)
         self._ends.callback(self._pool.close)
         for key, path in self.config.teacher.paths.items() if self.config.teacher.is_served else ():
@@ -186,6 +187,7 @@ def replica_config(config: Config) -> ReplicaConfig:
         recomputes_cache=rollout.cache_on_update == "recompute",
         seed=config.run.seed,
         adapter_rank=lora.rank if lora.sync == "adapter" else 0,
+        adapter_slots=config.adapter_slots,
         shares_devices=rollout.is_colocated,
         devices=replica_devices(visible_devices(), rollout.replicas, rollout.tensor_parallel) if rollout.is_colocated else (),
         detokenizes=bool(rollout.stop or rollout.episode),

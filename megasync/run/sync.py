@@ -63,10 +63,11 @@ class WeightSync:
         return self.metrics[-1]
 
     def _publish(self, version: int) -> SyncReport:
+        slot = version % self.config.adapter_slots
         for _ in range(SYNC_ATTEMPTS - 1):
             self._change_members(version)
             try:
-                return self.publisher.publish(version)
+                return self.publisher.publish(version, slot=slot)
             except SyncError as error:
                 if error.refused or not (error.failed_replicas or error.stale_replicas):
                     raise
@@ -74,7 +75,7 @@ class WeightSync:
                 if self.pool.here is not None:
                     self.pool.here.replace(*error.failed_replicas)
         self._change_members(version)
-        return self.publisher.publish(version)
+        return self.publisher.publish(version, slot=slot)
 
     def _change_members(self, version: int) -> None:
         """Restarted and requested replicas take part from now on, and replicas marked for removal leave once idle; waits for

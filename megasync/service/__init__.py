@@ -3,14 +3,16 @@
     megasync serve CONFIG engine.wrap=ddp engine.lora.rank=32 --port 8000     # ServiceClient(base_url="http://127.0.0.1:8000")
 
 - Each training client is an adapter with a rank up to `engine.lora.rank`, and has the bits that it would have alone. The one
-  that works is on the device, the others lie in host memory, until their client finishes its session.
+  that works is on the device, the others lie in host memory, until their client finishes its session. With one trainer rank
+  passes of several clients that wait are one (`service.shared_clients`).
 - A request is logged in `runs/NAME/service/log.jsonl` before it is acknowledged. After a kill the same command replays the log
   from the last checkpoint (`service.checkpoint_every`), and clients that wait go on. The log is never cut; saved weights stay
   until they are deleted, whatever their ttl.
-- Replicas have one version at a time: samples of another one cause a sync. One that dies is replaced, and its samples repeated.
+- With `engine.lora.sync=adapter` replicas have `service.adapter_slots` versions at a time, with merged weights one: samples of
+  another one cause a sync. A replica that dies is replaced, and its samples repeated.
 - Losses: engine/objective/token_losses.py, and the client's own in two passes. Refused by name: other losses, adapters of the
   output layer (or left frozen: `service.frozen_unembed`), experts, images, top-k log-probs of sampled tokens, `megatron_fsdp`,
-  colocated replicas, `engine.lora.sync=adapter`, GPUs.
+  colocated replicas, GPUs.
 - It listens on loopback; for another `service.host` the environment needs MEGASYNC_API_KEY. Web pages are not answered.
 
 bodies.py    JSON bodies of the client, and their validation

@@ -17,6 +17,7 @@ OF_MODELS = ("create_model", "forward_backward", "optim_step", "load_weights")
 SAVES = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights", "save_weights_external": "external_weights"}
 DELETE, FINISH = "delete_checkpoint", "finish_session"
 TRAINING = (*OF_MODELS, *SAVES, DELETE, FINISH)  # all that the worker does, in one order
+MOVABLE = (*OF_MODELS, "save_weights_for_sampler", "save_weights_external")  # other clients' later passes may go before them
 SAMPLE = "asample"
 MODEL = re.compile(r"[\w-]+:train:\d+", re.ASCII)
 NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a folder

@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from megasync.models.folder import check_model_folder
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
     from megasync.run.rank_zero import RankZero
-    from megasync.service.desk import Request, Work
+    from megasync.service.desk import Request, Result, Work
     from megasync.service.front import Front
     from megasync.service.worker import Worker
 
@@ -106,7 +106,6 @@ def _unserved(config: Config) -> Iterator[ConfigError]:
     """Of keys whose values a run may have, but no service."""
     only = {
         "engine.wrap": ("ddp", "adapters of several clients take turns with ddp alone"),
-        "engine.lora.sync": ("merged", "replicas of a service get merged weights"),
         "engine.lora.dropout": (0.0, "a request that is repeated must have the same result"),
         "engine.lora.adapter_path": ("", "each client's adapter has a start of its own"),
         "engine.optimizer.offload": (False, "adapters that wait lie in host memory already"),
@@ -164,7 +163,8 @@ def _begin_replicas(config: Config, rank: int, ends: ExitStack) -> Any:
         return lambda: None
     from megasync.run.replica_start import ReplicaStart
 
-    start = ReplicaStart(config, detokenizes=True)
+    num_slots = config.service.adapter_slots if config.engine.lora.sync == "adapter" else 1
+    start = ReplicaStart(config, detokenizes=True, adapter_slots=num_slots)
     ends.callback(start.close)
     start.begin()
     return start.finish
@@ -172,51 +172,63 @@ def _begin_replicas(config: Config, rank: int, ends: ExitStack) -> Any:
 
 def serve(worker: Worker, front: RankZero[Front], done: int) -> None:
     """Every rank: one work after another. Collective."""
-    every = worker.config.service.checkpoint_every
+    every, executed = worker.config.service.checkpoint_every, done
     while True:
         work: Work = front.call(lambda front: next_work(front, worker.present))
         if work.kind == "end":
             return
         if work.kind == "sync":
-            sync(worker, front, work.version)
+            sync(worker, front, work.version, work.slot)
             continue
-        (request,) = work.requests
-        if request.order >= done and worker.loses_former(request.call.kind, request.call.arguments):
-            worker.checkpoint(request.order)  # so that nothing before it is done again
-        train(worker, front, request)
-        if every and request.order >= done and (request.order + 1) % every == 0:
-            worker.checkpoint(request.order + 1)
+        first = work.requests[0]
+        if worker.loses_former(first.call.kind, first.call.arguments):
+            worker.checkpoint(executed)  # so that nothing before it is done again
+        train(worker, front, work.requests)
+        executed += len(work.requests)
+        if every and executed % every == 0:  # then these are the first ones (desk.py)
+            worker.checkpoint(executed)
 
 
-def next_work(front: Front, present: str | None) -> Work:
+def next_work(front: Front, present: Mapping[str, int]) -> Work:
     """Samples need no other rank: they are sent off here."""
-    while (work := front.desk.next_work(None if front.sampling.lost else present)).kind == "sample":
-        front.sampling.start(work.requests)
+    while (work := front.desk.next_work({} if front.sampling.lost else present)).kind == "sample":
+        front.sampling.start(work.requests, present)
     return work
 
 
-def train(worker: Worker, front: RankZero[Front], request: Request) -> None:
-    """One training request on all ranks. What is refused is the client's to know; anything else ends the service."""
+def train(worker: Worker, front: RankZero[Front], requests: Sequence[Request]) -> None:
+    """A training request on all ranks, or passes done together. What is refused is the client's to know."""
     from engine.adapters import RefusedError
-    from engine.driven import Passed
     from megasync.service.bodies import BadRequestError
+
+    found: list[Any] = []
+    try:
+        if len(requests) > 1:
+            found += worker.share([each.call.arguments for each in requests])
+        else:
+            found.append(getattr(worker, requests[0].call.kind)(**requests[0].call.arguments))
+    except (RefusedError, BadRequestError) as refused:
+        found.append(refused)
+    for request, done in zip(requests, found, strict=True):
+        if front.here is not None:
+            front.here.finish(request, result_of(done))
+
+
+def result_of(done: Any) -> Result:
+    """What a client gets, of what the worker returned or refused."""
+    from engine.driven import Passed
     from megasync.service.desk import Result, as_json, error
     from megasync.service.wire import forward_backward_output
 
-    try:
-        done = getattr(worker, request.call.kind)(**request.call.arguments)
-        if isinstance(done, Passed):
-            result = Result("protobuf", forward_backward_output(done.log_probs, {"loss:sum": done.loss}))
-        else:
-            result = as_json(done)
-    except (RefusedError, BadRequestError) as refused:
-        result = error(str(refused), "user")
-    if front.here is not None:
-        front.here.finish(request, result)
+    if isinstance(done, ValueError):
+        return error(str(done), "user")
+    if isinstance(done, Passed):
+        return Result("protobuf", forward_backward_output(done.log_probs, {"loss:sum": done.loss}))
+    return as_json(done)
 
 
-def sync(worker: Worker, front: RankZero[Front], version: str) -> None:
-    """Bring the replicas to a version, which replaces dead ones; where that fails, its samples fail."""
+def sync(worker: Worker, front: RankZero[Front], version: str, slot: int) -> None:
+    """Bring a version to the replicas, into `slot`, which replaces dead ones; where that fails, its samples fail."""
     from bridge.messages import SyncError
     from engine.adapters import RefusedError
     from megasync.service.desk import error
@@ -226,7 +238,7 @@ def sync(worker: Worker, front: RankZero[Front], version: str) -> None:
         if front.call(lambda front: front.renew_replicas()):
             worker.renew_members()
         try:
-            worker.sync(version)
+            worker.sync(version, slot)
         except RefusedError as refused:
             problem = error(str(refused), "user")
             break

@@ -15,13 +15,13 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megasync.config.service_section import ServiceConfig
 from megasync.service.bodies import BadRequestError
-from megasync.service.calls import DELETE, SAMPLE, TRAINING, Call, Reader
+from megasync.service.calls import DELETE, MOVABLE, SAMPLE, TRAINING, Call, Reader
 from megasync.service.journal import Journal, Line, Place
 
 Form = Literal["json", "protobuf", "error"]
@@ -58,18 +58,24 @@ class Request:
 
 
 class Work(NamedTuple):
-    """What the main thread does next: a training request, samples of the version that the replicas have, or a sync to another."""
+    """What the main thread does next: a training request or passes that are done together, samples of versions that the replicas
+    have, or a sync of another one.
+
+    `slot`: of the version that the sync replaces.
+    """
 
     kind: Literal["train", "sample", "sync", "end"]
     requests: Sequence[Request] = ()
     version: str = ""
+    slot: int = 0
 
 
 class Desk:
-    """All requests of a service. `done`: how many training requests the restored state holds."""
+    """All requests of a service."""
 
-    def __init__(self, config: ServiceConfig, journal: Journal, reader: Reader, done: int) -> None:
-        self._config, self._journal, self.reader = config, journal, reader
+    def __init__(self, config: ServiceConfig, journal: Journal, reader: Reader, done: int, num_slots: int = 1) -> None:
+        """`done`: how many training requests the restored state holds; `num_slots`: for versions, in the replicas."""
+        self._config, self._journal, self.reader, self._num_slots = config, journal, reader, num_slots
         self._changed = threading.Condition()
         self._requests: dict[str, Request] = {}
         self._by_place: dict[tuple[str, str], Request] = {}  # (scope, seq), or ("key", idempotency key) where there is no seq
@@ -77,6 +83,7 @@ class Desk:
         self._training: deque[Request] = deque()
         self._samples: list[Request] = []
         self._in_flight: set[Request] = set()  # samples that replicas work on
+        self._sampled: dict[str, None] = {}  # versions, the one that was sampled most recently last
         self._order, self._is_ended = 0, False
         self._restore(done)
 
@@ -140,24 +147,27 @@ class Desk:
 
     # ------------------------------------------------------------------------------------------------ of the main thread
 
-    def next_work(self, present: str | None) -> Work:
-        """Waits for it. `present`: the version that the replicas have.
+    def next_work(self, present: Mapping[str, int]) -> Work:
+        """Waits for it. `present`: the versions that the replicas have, with their slots.
 
-        Samples of that version go first, since nothing waits for them. Of all else the oldest is first.
+        Samples of those go first, since nothing waits for them. Of all else the oldest is first.
         """
         with self._changed:
             while True:
                 if self._is_ended:
                     return Work("end")
-                if own := [each for each in self._samples if each.call.version == present]:
-                    self._samples = [each for each in self._samples if each.call.version != present]
+                if own := [each for each in self._samples if each.call.version in present]:
+                    self._samples = [each for each in self._samples if each.call.version not in present]
                     self._in_flight |= set(own)
+                    for version in dict.fromkeys(each.call.version for each in own):
+                        self._sampled.pop(version, None)
+                        self._sampled[version] = None
                     return Work("sample", [self._with_arguments(each) for each in own])
                 oldest = min(self._samples, key=lambda each: each.number, default=None)
                 if self._training and (oldest is None or self._training[0].number < oldest.number):
-                    return Work("train", [self._with_arguments(self._training.popleft())])
+                    return Work("train", self._take_training())
                 if oldest is not None:
-                    return Work("sync", version=oldest.call.version)
+                    return Work("sync", version=oldest.call.version, slot=self._slot_to_fill(present))
                 self._changed.wait()
 
     def finish(self, request: Request, result: Result) -> str:
@@ -198,6 +208,41 @@ class Desk:
             self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _take_training(self) -> list[Request]:
+        """The oldest request and, where it is a pass with gradients, those of other clients that may be done at the same time.
+
+        A client's own come in order. So that a checkpoint holds the first requests and no others, none is taken from behind the
+        next place of one, or of a request that may cause one.
+        """
+        first = self._with_arguments(self._training.popleft())
+        taken, every = [first], self._config.checkpoint_every
+        if not _is_pass(first):
+            return taken
+        before = {first.call.scope}
+        for request in list(self._training):
+            is_behind = every and request.order // every > first.order // every
+            if is_behind or request.call.kind not in MOVABLE or len(taken) >= self._config.shared_clients:
+                break
+            if request.call.kind == "forward_backward" and request.call.scope not in before:
+                if _is_pass(self._with_arguments(request)):
+                    taken.append(request)
+                    self._training.remove(request)
+                else:
+                    request.call = dataclasses.replace(request.call, arguments={})
+            before.add(request.call.scope)
+        return taken
+
+    def _slot_to_fill(self, present: Mapping[str, int]) -> int:
+        """An empty one, or that of the version which was sampled least recently; one without running samples if possible."""
+        held = {slot: version for version, slot in present.items()}
+        running, order = {each.call.version for each in self._in_flight}, [*self._sampled]
+
+        def last_use(slot: int) -> tuple[bool, int]:
+            version = held.get(slot)
+            return version in running, order.index(version) if version in order else -1
+
+        return min(range(self._num_slots), key=last_use)
 
     def _check_place(self, call: Call) -> None:
         """BadRequestError for a training request out of its client's order, and for weights that samples need."""
@@ -254,6 +299,10 @@ class Desk:
             self._accept(line["request"], call, hashlib.sha256(body).hexdigest(), line["key"], place)
         else:
             self._requests[line["result"]].result = place
+
+
+def _is_pass(request: Request) -> bool:
+    return request.call.kind == "forward_backward" and bool(request.call.arguments["has_gradients"])
 
 
 def _same(former: Request, kind: str, digest: str) -> Request:

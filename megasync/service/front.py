@@ -44,7 +44,7 @@ class Front:
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed)
         journal = Journal(worker.folder / "log.jsonl")
         ends.callback(journal.close)
-        self.desk = Desk(config.service, journal, reader, done)
+        self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots)
         self.sampling = Sampling(self.pool, _ends_of(worker.engine), self.desk, self.finish)
         ends.callback(self.sampling.close)
         catalog = Catalog(worker.folder / "models", names[0], config.model.path, worker.adapters.specs)

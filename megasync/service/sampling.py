@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -39,17 +39,18 @@ class Sampling:
         self.lost: set[int] = set()
         self.num_syncs = 0  # a request that runs through one was on a replica that died
 
-    def start(self, requests: Sequence[Request]) -> None:
-        """Does not wait."""
+    def start(self, requests: Sequence[Request], slots: Mapping[str, int]) -> None:
+        """Does not wait. `slots`: of the versions that the replicas have."""
         for request in requests:
             members = self._pool.members
             replica = members[next(self._turns) % len(members)]
             arguments = request.call.arguments
             is_scored = arguments["has_prompt_log_probs"] or arguments["num_top"]
+            slot = slots[request.call.version]
             try:
-                refs = [self._pool.ask(replica, "generate", [self._generation(request)])]
+                refs = [self._pool.ask(replica, "generate", [self._generation(request, slot)])]
                 if is_scored:
-                    refs.append(self._pool.ask(replica, "score", [tuple(arguments["prompt"])], arguments["num_top"]))
+                    refs.append(self._pool.ask(replica, "score", [tuple(arguments["prompt"])], arguments["num_top"], slot))
             except RuntimeError:  # it is known to be dead
                 self._retry(request, replica, self.num_syncs)
             else:
@@ -90,7 +91,7 @@ class Sampling:
         else:
             self._desk.give_back(request)
 
-    def _generation(self, request: Request) -> GenerationRequest:
+    def _generation(self, request: Request, slot: int) -> GenerationRequest:
         arguments, params = request.call.arguments, request.call.arguments["params"]
         texts, tokens = self._stops(params)
         seed = params.seed if params.seed is not None else int(hashlib.sha256(request.name.encode()).hexdigest()[:15], 16)
@@ -104,6 +105,7 @@ class Sampling:
             seed=seed,
             stop=texts,
             stop_token_ids=tokens,
+            slot=slot,
         )
 
     def _stops(self, params: SamplingParams) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 
 from bridge.export.adapter import AdapterSource
 from bridge.export.adapter import AdapterSpec as SentAdapter
+from bridge.generation import NO_ADAPTER
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from engine.adapters import AdapterSpec, RefusedError
 from engine.config import AlgorithmConfig
-from engine.driven import AdamParameters, Datum, Driven, Passed
+from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest
 from engine.engine import Engine
 from engine.peft import factors
 from engine.runtime.tensor_file import save_tensors
@@ -51,9 +52,10 @@ class Worker:
         self.config, self.engine, self.driven = config, engine, Driven(engine)
         self.adapters = self.driven.adapters
         self.folder = config.run.folder / "service"
-        self.present: str | None = None  # the version that the replicas have
         self._num_syncs = 0
         is_adapter = config.engine.lora.sync == "adapter"
+        self._at_start = {BASE: NO_ADAPTER} if is_adapter else dict[str, int]()
+        self.present = self._at_start  # versions that the replicas have, with their slots
         self._source = build_adapter_source(engine) if is_adapter else build_exporter(engine, is_in_place=False)
         self._publisher: Publisher | None = None
         if pool is not None:
@@ -73,6 +75,10 @@ class Worker:
         self, model: str, data: list[Datum], loss: str, options: dict[str, float], *, has_gradients: bool = True
     ) -> Passed:
         return self.driven.forward_backward(model, data, loss, options, has_gradients=has_gradients)
+
+    def share(self, passes: Sequence[dict[str, Any]]) -> list[Passed | RefusedError]:
+        """`forward_backward` of models that differ, by its arguments."""
+        return self.driven.share([PassRequest(each["model"], each["data"], each["loss"], each["options"]) for each in passes])
 
     def optim_step(self, model: str, parameters: dict[str, Any]) -> dict[str, Any]:
         norm = self.driven.optim_step(model, AdamParameters(**parameters))
@@ -122,7 +128,7 @@ class Worker:
         """Nothing where it is gone already: a request that is repeated after a kill has deleted it before."""
         folder = self.folder_of(path)
         on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
-        self.present = None if self.present == path else self.present  # weights of this name may be saved again
+        self.present = {version: slot for version, slot in self.present.items() if version != path}  # it may be saved again
         return {}
 
     def finish_session(self, session: str) -> dict[str, Any]:
@@ -133,8 +139,8 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ the service's own
 
-    def sync(self, version: str) -> None:
-        """Bring the replicas to saved weights, or to the base model.
+    def sync(self, version: str, slot: int = 0) -> None:
+        """Bring saved weights, or the base model, to the replicas; they replace the version in `slot`.
 
         Raises:
             RefusedError: there are no such weights.
@@ -149,16 +155,17 @@ class Worker:
         rank = self.config.engine.lora.rank
         if isinstance(self._source, AdapterSource):
             self._source.spec = SentAdapter(rank, self.adapters.scale(spec or AdapterSpec(rank)))
-        self.present = None
+        others = {each: place for each, place in self.present.items() if place != slot}
+        self.present = {}  # after a failure replicas have nothing
         self._num_syncs += 1
-        self._publisher.publish(self._num_syncs)
-        self.present = version
+        self._publisher.publish(self._num_syncs, slot=slot)
+        self.present = others | {version: self._at_start.get(version, slot)}
 
     def renew_members(self) -> None:
         """The replicas are others than at the last sync."""
         assert self._publisher is not None
         self._publisher.close()
-        self.present = None
+        self.present = self._at_start
 
     def loses_former(self, kind: str, arguments: dict[str, Any]) -> bool:
         """Whether a request destroys saved weights that a former request may have read or written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from bench.equivalence.measure import leave_groups
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.adapters import AdapterSpec, RefusedError
-from engine.driven import AdamParameters, Datum, Driven, response_datum
+from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest, response_datum
 from engine.engine import Engine
 from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
@@ -33,7 +33,8 @@ def build(path: str, **options: Any) -> Driven:
     split = ParallelConfig(**options.pop("parallel", {}))
     parallel.initialize(split, seed=0)
     lora = LoraConfig(rank=RANK, alpha=ALPHA)
-    engine = EngineConfig(wrap="ddp", parallel=split, lora=lora, tokens_per_microbatch=40, **options)
+    tokens = {"tokens_per_microbatch": 40, **options}
+    engine = EngineConfig(wrap="ddp", parallel=split, lora=lora, **tokens)
     return Driven(Engine(ModelConfig(path=path, dtype="float32"), engine, AlgorithmConfig(name="sft"), num_steps=1))
 
 
@@ -262,6 +263,41 @@ def in_turns(path: str, parallel: dict[str, int]) -> dict[str, bool]:
         driven.adapters.load("two", Path(folder), with_optimizer=True)
         equal["resumed"] = train(driven, "two", range(4, 6)) == after
     return equal
+
+
+@leaves_groups
+def together(path: str, losses: tuple[str, ...], **options: Any) -> dict[str, bool]:
+    """Whether adapters whose passes are one have the bits of each alone, also beside one whose loss is not finite."""
+    driven = build(path, **options)
+    broken = make_data(0, 2)
+    broken[0].values["weights"][:] = math.inf
+
+    def request(step: int, number: int) -> PassRequest:
+        """Of other data for each, of other lengths."""
+        is_broken = (step, number) == (2, 0)
+        return PassRequest(losses[number], broken if is_broken else make_data(10 * step + number, 1 + 3 * number), losses[number])
+
+    def in_turns(requests: Sequence[PassRequest]) -> list[Passed | RefusedError]:
+        return [found for each in requests for found in driven.share([each])]
+
+    def results(share: Callable[[Sequence[PassRequest]], list[Passed | RefusedError]]) -> list[list[Any]]:
+        """By adapter, the weights at the end, too."""
+        found: list[list[Any]] = [[] for _ in losses]
+        for number, name in enumerate(losses):
+            driven.adapters.create(name, AdapterSpec(rank=1 + number, train_mlp=number != 1, seed=number))
+        for step in range(4):
+            for own, passed in zip(found, share([request(step, number) for number in range(len(losses))]), strict=True):
+                own.append(str(passed) if isinstance(passed, RefusedError) else [passed.loss, *map(bytes, passed.log_probs)])
+            for own, name in zip(found, losses, strict=True):
+                own.append(driven.optim_step(name, ADAM) if step % 2 else None)
+        for own, name in zip(found, losses, strict=True):
+            own += [tensor.numpy().tobytes() for tensor in adapter_of(driven, name).values()]
+            driven.adapters.forget(name)
+        return found
+
+    turns, shared = results(in_turns), results(driven.share)
+    assert "is inf" in turns[0][4]
+    return dict(zip(losses, (own == other for own, other in zip(turns, shared, strict=True)), strict=True))
 
 
 @leaves_groups

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
+
+from engine.shared import groups
 
 CASES = "tests.engine.driven_cases"
 
@@ -34,6 +39,24 @@ def test_losses_gradients_and_steps_are_those_of_torch(model: str, rank: int, la
 def test_adapters_in_turns_have_the_bits_of_each_alone(model: str, num_ranks: int) -> None:
     for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": model, "parallel": {}}):
         assert equal == dict.fromkeys(equal, True)
+
+
+@pytest.mark.parametrize("options", [{"tokens_per_microbatch": 512}, {"tokens_per_microbatch": 96, "recompute": "full"}])
+def test_adapters_in_one_pass_have_the_bits_of_each_alone(model: str, options: dict[str, Any]) -> None:
+    losses = ("cross_entropy", "ppo", "gspo", "cispo")
+    (equal,) = run_ranks(1, f"{CASES}:together", {"path": model, "losses": losses, **options})
+    assert equal == dict.fromkeys(losses, True)
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 100))
+def test_micro_batches_side_by_side(sizes: list[list[int]], most: int) -> None:
+    found = groups(sizes, most)
+    assert sorted(each for group in found for each in group) == [(n, i) for n, own in enumerate(sizes) for i in range(len(own))]
+    for owner in range(len(sizes)):
+        assert [i for group in found for number, i in group if number == owner] == list(range(len(sizes[owner])))
+    for group in found:
+        assert len({owner for owner, _ in group}) == len(group)
+        assert len(group) == 1 or sum(sizes[owner][index] for owner, index in group) <= most
 
 
 def test_grpo_by_four_calls_is_the_product_s(model: str) -> None:

@@ -66,10 +66,10 @@ class FaultyReplica(Replica):
             os._exit(1)
         return orders.is_due(self._case, self.index, "generating", self.version)
 
-    async def pause(self, num_calls: int, number: int) -> None:
+    async def pause(self, num_calls: int, number: int, *, slot: int = 0) -> None:
         if self.version is not None and orders.is_due(self._case, self.index, "pausing", self.version + 1):
             orders.signal_replica(self._case)
-        await super().pause(num_calls, number)
+        await super().pause(num_calls, number, slot=slot)
 
     async def commit(self, version: int) -> None:
         if orders.is_due(self._case, self.index, "committing", version):

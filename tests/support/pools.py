@@ -28,7 +28,7 @@ class ReadingPool:
     def reader_hosts(self) -> list[str]:
         return [host_identity()]
 
-    def pause(self) -> None:
+    def pause(self, slot: int = 0) -> None:
         """It has nothing to do."""
 
     def begin(self, _message: BeginSync) -> list[str]:

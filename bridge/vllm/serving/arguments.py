@@ -34,7 +34,7 @@ OWN_KEYS = {  # fields that a key of a run's config sets
     "tokenizer": "model.path",
 }
 
-_ADAPTER = "it is for adapters, whose one slot is made for engine.lora"
+_ADAPTER = "it is for adapters, whose slots are made for engine.lora"
 _BLOCKS = "blocks of its cache would outlive the weights that made them"
 _CHUNKS = "on CPUs vLLM draws other random numbers with it; on GPUs it is on"
 _MODEL = "the replicas would compute with another model than the trainer"

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bridge.generation import MAX_SUPPORT, NO_EXPERTS, NO_SUPPORT, Completion, GenerationRequest, ScoreRequest, TokenScores
+from bridge.generation import (
+    MAX_SUPPORT,
+    NO_ADAPTER,
+    NO_EXPERTS,
+    NO_SUPPORT,
+    Completion,
+    GenerationRequest,
+    ScoreRequest,
+    TokenScores,
+)
 from bridge.layout.splitmix import GAMMA, mix64
 from bridge.vllm.serving import routing
 from bridge.vllm.weights import adapter as vllm_adapter
@@ -38,14 +47,14 @@ async def core_requests(
     samples: Mapping[str, int],
     *,
     version: int,
-    with_adapter: bool = False,
+    slot: int = NO_ADAPTER,
     returns_experts: bool = False,
     returns_support: bool = False,
 ) -> list[Any]:
     """vLLM's EngineCoreRequests of samples by id: checked once, then copied, as vLLM does (v1/engine/parallel_sampling.py:55).
 
     Prefixes are shared with requests of the same `version` only: those of held requests outlast an update. Where the prompt's
-    own log-probs are wanted, vLLM reads none.
+    own log-probs are wanted, vLLM reads none. `slot`: of the adapter that is served, or NO_ADAPTER.
 
     Raises:
         ValueError: vLLM refuses the request, such as for a token that it does not have.
@@ -57,7 +66,7 @@ async def core_requests(
         outside = lowest if lowest < 0 else highest
         raise ValueError(f"the prompt's token {outside} is out of vocabulary: the model has embeddings for 0 to {size - 1}")
     prompt, tasks = tokens_input(list(request.prompt_ids), cache_salt=str(version)), await engine.get_supported_tasks()
-    adapter = vllm_adapter.request(with_adapter)
+    adapter = vllm_adapter.request(slot)
     with value_errors():
         parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
         if returns_support and request.temperature > 0:

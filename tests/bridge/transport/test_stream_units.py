@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.export.source import Part
+from bridge.generation import NO_ADAPTER
 from bridge.layout.bucket import ALIGNMENT_BYTES
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.send.connection import RankRole, assign_readers
@@ -47,7 +48,7 @@ def test_a_misspelt_verification_starts_nothing() -> None:
 class LostPool(ReadingPool):
     """Replicas of which neither a sync nor the way out of it hears."""
 
-    def pause(self) -> None:
+    def pause(self, slot: int = 0) -> None:
         raise RuntimeError("the replicas do not answer")
 
     def abort(self, timeout: float) -> tuple[list[int], list[int]]:
@@ -240,7 +241,7 @@ def test_a_replica_on_a_ranks_device_reads_from_that_rank_also_where_others_are_
 
 def test_a_sync_goes_before_groups_that_wait_to_be_handed_in() -> None:
     async def order() -> list[str]:
-        generator, taken = Generator(None, 0, "continue", serving=lambda: (0, False), explain=lambda error: error), []
+        generator, taken = Generator(None, 0, "continue", serving=lambda _slot: (0, NO_ADAPTER), explain=lambda error: error), []
 
         async def hand_in(name: str, *, yields_to_sync: bool = True) -> None:
             async with generator._turn(yields_to_sync=yields_to_sync):

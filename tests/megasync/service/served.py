@@ -124,11 +124,15 @@ class Client:
         assert status == 200, answer
         return answer
 
-    async def create(self) -> None:
+    async def create(self, path: str = "") -> None:
+        """`path`: of saved weights to start from."""
         self.session = (await self.send("create_session", {}))["session_id"]
         lora = {"rank": 4, "seed": 3, "train_unembed": False}
-        fields = {"session_id": self.session, "model_seq_id": 0, "base_model": "Tiny/Model", "lora_config": lora}
-        sent = await self.send("create_model", fields)
+        fields: dict[str, Any] = {"session_id": self.session, "model_seq_id": 0}
+        if path:
+            sent = await self.send("load_weights", {**fields, "path": path, "optimizer": True})
+        else:
+            sent = await self.send("create_model", {**fields, "base_model": "Tiny/Model", "lora_config": lora})
         self.model = sent["model_id"]
         assert json.loads(await self.fetch(sent["request_id"]))["model_id"] == self.model
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.generation import NO_ADAPTER
 from megasync.config.service_section import ServiceConfig
 from megasync.service import wire
 from megasync.service.calls import SAMPLE, TRAINING, Reader
@@ -23,9 +24,9 @@ from megasync.service.bodies import BadRequestError
 LENGTH = 5
 
 
-def start(folder: Path, done: int = 0, **config: Any) -> Desk:
+def start(folder: Path, done: int = 0, num_slots: int = 1, **config: Any) -> Desk:
     reader = Reader(("Tiny/Model",), vocabulary_size=128, max_tokens=64, frozen_unembed=False)
-    return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done)
+    return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done, num_slots)
 
 
 def result_of(desk: Desk, name: str) -> bytes:
@@ -79,9 +80,9 @@ def test_a_repeated_request_is_the_same_one(tmp_path: Path) -> None:
     assert desk.submit("create_model", model_body(name), "b") is first  # by its place
     with pytest.raises(BadRequestError, match="seq_id"):
         desk.submit("create_model", model_body(name, rank=5), "c")
-    assert desk.next_work(None).requests == [first]
+    assert desk.next_work({}).requests == [first]
     step = desk.submit("optim_step", step_body(f"{name}:train:0", 1), "d")
-    assert desk.next_work(None).requests == [step]
+    assert desk.next_work({}).requests == [step]
 
 
 def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     bodies = [("create_model", model_body(name)), *(("optim_step", step_body(model, seq)) for seq in range(1, 5))]
     requests = [desk.submit(kind, body, str(number)) for number, (kind, body) in enumerate(bodies)]
     for request in requests[:3]:
-        desk.next_work(None)
+        desk.next_work({})
         assert not desk.finish(request, as_json({"number": request.order}))
     with (tmp_path / "log.jsonl").open("ab") as file:
         file.write(b'{"request": "cut o')  # the process was killed in the middle of a line
@@ -100,7 +101,7 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     assert repeated == [each.name for each in requests]
     assert json.loads(result_of(again, requests[0].name)) == {"number": 0}
     assert not asyncio.run(again.wait(requests[4].name, 0.1))
-    orders = [again.next_work(None).requests[0] for _ in range(3)]
+    orders = [again.next_work({}).requests[0] for _ in range(3)]
     assert [each.order for each in orders] == [2, 3, 4]
     assert not again.finish(orders[0], as_json({"number": 2}))  # done again, to the same result
     assert requests[2].name in again.finish(orders[0], as_json({"number": 7}))
@@ -114,9 +115,9 @@ def test_an_error_of_the_server_is_not_logged(tmp_path: Path) -> None:
     given = {"tokens": [1, 2]}
     body = {"prompt": {"chunks": [given]}, "sampling_params": {}, "base_model": "Tiny/Model"}
     sample = desk.submit("asample", json.dumps(body).encode(), "s")
-    assert desk.next_work(None).version == "" and desk.next_work("").requests == [sample]
+    assert desk.next_work({}).version == "" and desk.next_work({"": 0}).requests == [sample]
     desk.finish(sample, error("the replica died", "server"))
-    assert start(tmp_path).next_work("").requests[0].name == sample.name
+    assert start(tmp_path).next_work({"": 0}).requests[0].name == sample.name
     assert name
 
 
@@ -129,9 +130,9 @@ def test_samples_and_training_are_in_the_order_of_arrival(tmp_path: Path) -> Non
     desk.submit("optim_step", step_body(f"{name}:train:0", 1), "")
     with pytest.raises(TooBusyError, match=r"service\.max_waiting"):
         desk.submit("asample", body, "")
-    assert [desk.next_work("x").kind, desk.next_work("x").kind] == ["train", "sync"]
-    assert desk.next_work("").kind == "sample"
-    assert desk.next_work("").kind == "train"
+    assert [desk.next_work({"x": 0}).kind, desk.next_work({"x": 0}).kind] == ["train", "sync"]
+    assert desk.next_work({"": 0}).kind == "sample"
+    assert desk.next_work({"": 0}).kind == "train"
 
 
 def client(desk: Desk) -> str:
@@ -222,7 +223,7 @@ def test_the_output_layer_has_no_adapter_unless_the_server_says_so(tmp_path: Pat
         desk.submit("create_model", model_body(name, train_unembed=True), "")
     desk.reader.frozen_unembed = True
     desk.submit("create_model", model_body(name, train_unembed=True), "")
-    assert desk.next_work(None).requests[0].call.arguments["spec"]["rank"] == 4
+    assert desk.next_work({}).requests[0].call.arguments["spec"]["rank"] == 4
 
 
 def test_a_client_s_requests_come_in_order(tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_weights_are_not_deleted_while_they_are_sampled(tmp_path: Path) -> None:
     for _ in range(2):  # while it waits, and while it runs
         with pytest.raises(BadRequestError, match="samples of it"):
             desk.submit("delete_checkpoint", delete, "")
-        desk.next_work(path)
+        desk.next_work({path: 0})
     desk.finish(sample, as_json({}))
     assert desk.submit("delete_checkpoint", delete, "").order == 1
 
@@ -252,21 +253,21 @@ def test_weights_are_not_deleted_while_they_are_sampled(tmp_path: Path) -> None:
 def test_a_sample_of_a_replica_that_died_waits_again(tmp_path: Path) -> None:
     desk = start(tmp_path)
     first, second = (desk.submit("asample", sample_body(seed=seed), "") for seed in range(2))
-    assert desk.next_work("").requests == [first, second]
+    assert desk.next_work({"": 0}).requests == [first, second]
     desk.submit("asample", sample_body(seed=2), "")
     desk.give_back(first)
-    assert (desk.next_work(None).kind, desk.next_work(None).version) == ("sync", "")
-    assert [each.number for each in desk.next_work("").requests] == [2, 0]
+    assert (desk.next_work({}).kind, desk.next_work({}).version) == ("sync", "")
+    assert [each.number for each in desk.next_work({"": 0}).requests] == [2, 0]
 
 
 def test_what_waits_and_what_was_done_is_in_the_log_alone(tmp_path: Path) -> None:
     desk = start(tmp_path)
     model = client(desk)
     requests = [desk.submit("forward_backward", passes_body(model, seq), "") for seq in range(1, 50)]
-    desk.next_work(None)
+    desk.next_work({})
     assert all(not each.call.arguments for each in requests)
     for request in requests:
-        (taken,) = desk.next_work(None).requests
+        (taken,) = desk.next_work({}).requests
         assert len(taken.call.arguments["data"][0].tokens) == LENGTH
         desk.finish(request, as_json({"number": request.number}))
     assert all(not each.call.arguments and isinstance(each.result, Place) for each in requests)
@@ -297,3 +298,108 @@ def test_any_bytes_are_refused_or_accepted(kind: str, data: st.DataObject) -> No
         body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     with suppress(BadRequestError):
         reader.read(kind, bytes(body))
+
+
+def versions_sampled(desk: Desk, *names: str) -> list[Any]:
+    """A sample of each is accepted."""
+    own = [json.loads(sample_body(seed=number)) | {"base_model": None, "model_path": name} for number, name in enumerate(names)]
+    return [desk.submit("asample", json.dumps(each).encode(), "") for each in own]
+
+
+def test_samples_of_versions_in_slots_run_beside_each_other(tmp_path: Path) -> None:
+    """A version comes into an empty slot, else into that of the one which was sampled least recently and is idle."""
+    desk = start(tmp_path, num_slots=3)
+    model = client(desk)
+    desk.next_work({})
+    a, b, c, d = (f"tinker://{model}/sampler_weights/{name}" for name in "abcd")
+    present: dict[str, int] = {"": NO_ADAPTER}
+
+    def bring() -> str:
+        work = desk.next_work(present)
+        assert work.kind == "sync"
+        for version in [each for each, slot in present.items() if slot == work.slot]:
+            del present[version]
+        present[work.version] = work.slot
+        return work.version
+
+    requests = versions_sampled(desk, a, b, c)
+    for request, version in zip(requests, (a, b, c), strict=True):
+        assert bring() == version
+        assert desk.next_work(present).requests == [request]
+    assert sorted(present.values()) == [NO_ADAPTER, 0, 1, 2]
+    for request in (requests[1], requests[2]):
+        desk.finish(request, as_json({}))
+    versions_sampled(desk, d)
+    assert bring() == d and b not in present and a in present, "a is older, but a sample of it runs"
+    (again,) = versions_sampled(desk, c)
+    desk.next_work(present)
+    desk.finish(again, as_json({}))
+    desk.finish(requests[0], as_json({}))
+    versions_sampled(desk, b)
+    assert bring() == b and a not in present
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_slots=st.integers(1, 4), versions=st.lists(st.integers(0, 6), min_size=1, max_size=30))
+def test_no_two_versions_share_a_slot(tmp_path_factory: pytest.TempPathFactory, num_slots: int, versions: list[int]) -> None:
+    desk = start(tmp_path_factory.mktemp("desk"), num_slots=num_slots)
+    model = client(desk)
+    desk.next_work({})
+    present: dict[str, int] = {}
+    for version in versions:
+        (request,) = versions_sampled(desk, f"tinker://{model}/sampler_weights/{version}")
+        work = desk.next_work(present)
+        if work.kind == "sync":
+            assert request.call.version not in present and 0 <= work.slot < num_slots
+            assert work.slot not in present.values() or len(present) == num_slots, "empty ones go first"
+            present = {each: slot for each, slot in present.items() if slot != work.slot} | {work.version: work.slot}
+            work = desk.next_work(present)
+        assert work.requests == [request]
+        desk.finish(request, as_json({}))
+
+
+def passes_that_share(desk: Desk, *accepted: tuple[str, str]) -> list[list[int]]:
+    """Of the requests, kind and model, those that are done at the same time, by their place in the list."""
+    requests = []
+    for number, (kind, model) in enumerate(accepted, 10 + desk._order):
+        given = json.dumps({"model_id": model, "seq_id": number, "path": f"a{number}"}).encode()
+        bodies = {"forward_backward": passes_body(model, number), "optim_step": step_body(model, number)}
+        requests.append(desk.submit(kind, bodies.get(kind, given), ""))
+    found = []
+    while sum(map(len, found)) < len(requests):
+        found.append([requests.index(each) for each in desk.next_work({}).requests])
+    return found
+
+
+def test_passes_of_clients_that_wait_share_one(tmp_path: Path) -> None:
+    desk = start(tmp_path, checkpoint_every=0, shared_clients=3)
+    a, b, c, d = (client(desk) for _ in range(4))
+    for _ in range(4):
+        desk.next_work({})
+    passes, step = "forward_backward", "optim_step"
+    found = passes_that_share(desk, (passes, a), (step, a), (passes, b), (step, c), (passes, c), (passes, d), (passes, a))
+    assert found == [[0, 2, 5], [1], [3], [4, 6]], "each client's own are in order"
+    found = passes_that_share(desk, (passes, a), (passes, b), (passes, c), (passes, d))
+    assert found == [[0, 1, 2], [3]], "as many as may"
+    found = passes_that_share(desk, (passes, a), ("save_weights", b), (passes, c))
+    assert found == [[0], [1], [2]], "it may overwrite weights"
+
+
+@settings(max_examples=50, deadline=None)
+@given(every=st.integers(1, 7), kinds=st.lists(st.tuples(st.sampled_from(["forward_backward", "optim_step"]), st.integers(0, 3))))
+def test_checkpoints_hold_the_first_requests(
+    tmp_path_factory: pytest.TempPathFactory, every: int, kinds: list[tuple[str, int]]
+) -> None:
+    desk = start(tmp_path_factory.mktemp("desk"), checkpoint_every=every)
+    models = [client(desk) for _ in range(4)]
+    for _ in models:
+        desk.next_work({})
+    found = passes_that_share(desk, *((kind, models[number]) for kind, number in kinds))
+    done = list[int]()
+    for group in found:
+        done += group
+        if (len(models) + len(done)) % every == 0:
+            assert sorted(done) == list(range(len(done)))
+    for model in range(4):
+        own = [place for place in done if kinds[place][1] == model]
+        assert own == sorted(own)

@@ -46,7 +46,7 @@ class Running:
         self.worker.start()
 
     def _work(self) -> None:
-        while (work := self.desk.next_work("")).kind != "end":
+        while (work := self.desk.next_work({"": 0})).kind != "end":
             for request in work.requests:
                 self.desk.finish(request, self.result or as_json({"number": request.number}))
 

@@ -30,7 +30,6 @@ def config(model: str, folder: Path, *, rank: int = 8, **sections: Any) -> Confi
     ("key", "sections"),
     [
         ("engine.wrap", {"engine": {"wrap": "megatron_fsdp"}}),
-        ("engine.lora.sync", {"engine": {"lora": {"rank": 8, "sync": "adapter"}}}),
         ("engine.lora.dropout", {"engine": {"lora": {"rank": 8, "dropout": 0.1}}}),
         ("engine.optimizer.offload", {"engine": {"optimizer": {"offload": True}}}),
         ("service.host", {"service": {"host": "0.0.0.0"}}),
