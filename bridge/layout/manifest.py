@@ -142,7 +142,7 @@ def without_predictors(manifest: Manifest, num_layers: int) -> Manifest:
 def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bool) -> list[str]:
     """Why a replica that holds `held` and computes in `dtype` cannot take `manifest`; empty when it can.
 
-    Tensors travel in the replica's `dtype`, except ALWAYS_FLOAT32 and tensors with a dtype of their own in the folder.
+    Tensors travel in the replica's `dtype`, those that have another one in the folder also in that, ALWAYS_FLOAT32 in float32.
     With tied embeddings the head may come along or stay away.
     """
     main_dtype = _main_dtype(held)
@@ -156,13 +156,13 @@ def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bo
         own = held.by_name.get(spec.name)
         if own is None:
             continue
-        expected_dtype = dtype if own.dtype == main_dtype else own.dtype
+        dtypes = [dtype] if own.dtype == main_dtype else [own.dtype, dtype]
         if spec.name.endswith(ALWAYS_FLOAT32):
-            expected_dtype = "float32"
+            dtypes = ["float32"]
         if spec.shape != own.shape:
             reasons.append(f"shape of {spec.name} is {list(spec.shape)}, expected {list(own.shape)}")
-        if spec.dtype != expected_dtype:
-            reasons.append(f"dtype of {spec.name} is {spec.dtype}, expected {expected_dtype}")
+        if spec.dtype not in dtypes:
+            reasons.append(f"dtype of {spec.name} is {spec.dtype}, expected {dtypes[0]}")
     return reasons
 
 

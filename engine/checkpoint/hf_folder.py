@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from engine.config import GPT_OSS
+from engine.folder import key_of, own_name, read_model_type, weight_files
 from engine.model.families.table import PREDICTORS
 from engine.runtime.parallel import Layout
 from engine.runtime.tensor_file import save_tensors
 
 FILE_BYTES = 2**29
+KEPT = "model-kept-"  # names of files of tensors that are copied
 NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf")
 Digest = Callable[[torch.Tensor], int]
 
@@ -65,7 +68,7 @@ class File:
         with safe_open(path, framework="pt") as file:
             for name, expected in self.digests.items():
                 if digest(file.get_tensor(name)) != expected:
-                    raise RuntimeError(f"{path}: {name} differs from what was exported; is the disk or the memory broken?")
+                    raise RuntimeError(f"{path}: {name} differs from the exported tensor; is the disk or the memory broken?")
         return path
 
 
@@ -87,6 +90,13 @@ def files(weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Dig
         yield current
 
 
+def as_in(model_path: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors with the names that those of the start model's folder have."""
+    model_type = read_model_type(model_path)
+    for name, tensor in weights:
+        yield key_of(name, model_type), tensor
+
+
 def save_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Digest | None = None) -> None:
     """Write this rank's files, one at a time; with a digest each is verified."""
     for file in files(weights, share, digest):
@@ -94,7 +104,10 @@ def save_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], shar
 
 
 def finish_folder(folder: Path, model_path: Path) -> None:
-    """Index the files and add config, tokenizer and what else stands beside the start model's weights."""
+    """Index the files and add config, tokenizer and what else stands beside the start model's weights, such as tensors of vision
+    layers, bit for bit.
+    """
+    _keep_others(folder, model_path)
     shards = sorted(folder.glob("model-*.safetensors"))
     weight_map: dict[str, str] = {}
     dtypes: Counter[str] = Counter()
@@ -105,7 +118,7 @@ def finish_folder(folder: Path, model_path: Path) -> None:
                 assert name not in weight_map, name
                 tensor = file.get_tensor(name)  # mapped, not read
                 weight_map[name], total = shard.name, total + tensor.nbytes
-                dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
+                dtypes[str(tensor.dtype).removeprefix("torch.")] += not shard.name.startswith(KEPT)
     if len(shards) == 1:
         shards[0].rename(folder / "model.safetensors")
     else:
@@ -120,6 +133,17 @@ def finish_folder(folder: Path, model_path: Path) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
+def _keep_others(folder: Path, model_path: Path) -> None:
+    """Copy the tensors of the start model's folder that are not the language model's, a file each."""
+    model_type = read_model_type(model_path)
+    for number, path in enumerate(weight_files(model_path)):
+        with safe_open(path, framework="pt") as file:
+            others = [key for key in file.keys() if own_name(key, model_type) is None]  # noqa: SIM118 - the file is no dict
+            tensors = {key: file.get_tensor(key) for key in others}
+        if tensors:
+            save_tensors(tensors, folder / f"{KEPT}{number:05d}.safetensors", {"format": "pt"})
+
+
 def _of_weights(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The start model's config.json for the weights in the folder.
 
@@ -129,4 +153,6 @@ def _of_weights(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     parts = {name: value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)}
     nested = {name: _of_weights(part, dtype) for name, part in parts.items() if {"dtype", "torch_dtype"} & part.keys()}
     dtypes = {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in fields else {})}
+    if fields.get("model_type") == GPT_OSS:
+        fields.pop("quantization_config", None)  # the weights are no longer in MXFP4
     return {**fields, **dtypes, **nested, **{name: 0 for name in PREDICTORS if fields.get(name)}}

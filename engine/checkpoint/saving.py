@@ -105,12 +105,12 @@ def save(  # noqa: PLR0913
     _gather_or_raise(_failure(lambda: _begin(root, folder / content, write_more)) if rank == 0 else None, group)
     state_files = state.plan(optimizer_shards(engine), rank)
     part = state.entries(state_files)
-    hf_files = hf_folder.files(weights, hf_folder.Share.of(engine.layout, file_bytes), digest)  # a generator
-    jobs: Iterator[Job] = itertools.chain(
-        [_random_states(folder / random_file(rank))],
-        _state(engine, folder, state_files),
-        _adapter(engine, folder) if content == "adapter" else (partial(file.write, folder / "hf", digest) for file in hf_files),
-    )
+    share = hf_folder.Share.of(engine.layout, file_bytes)
+    hf_files = hf_folder.files(hf_folder.as_in(model_path, weights), share, digest)  # a generator
+    models = (partial(file.write, folder / "hf", digest) for file in hf_files)
+    trained = _adapter(engine, folder) if content == "adapter" else models
+    first = [_random_states(folder / random_file(rank))]
+    jobs: Iterator[Job] = itertools.chain(first, _state(engine, folder, state_files), trained)
     pending = list(jobs) if asynchronous else jobs
 
     def finish(index: dict[str, Any]) -> None:

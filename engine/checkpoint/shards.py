@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.attention.delta import MIXED, split_sizes
 from engine.engine import Engine
 from engine.model.build import global_name, is_tied_copy
 from engine.runtime.megatron import parallel_state as mpu
 from engine.wrap.optimizer import inner_optimizers
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+FUSED_ROWS = (".in_proj.weight", ".in_proj.lora_b")  # of gated delta nets
 GATE_AND_UP = re.compile(r"linear_fc1\.(weight|bias|lora_b)$")
 
 
@@ -146,7 +148,7 @@ def _shard(engine: Engine, source: _Source) -> Shard:
     return Shard(
         EMBEDDING if is_tied else name,
         tuple(dim.whole for dim in dims),
-        tuple(pieces(dims, source.start, source.end)),
+        tuple(_pieces(dims, _fused_rows(engine, name), source.start, source.end)),
         source.optimizer,
         source.group,
         source.parameter,
@@ -176,6 +178,29 @@ def _dims(engine: Engine, name: str, weight: Any) -> list[Dim]:
         first = mpu.get_expert_model_parallel_rank() * num_experts
         dims.insert(0, Dim(num_experts, num_experts * weight.expert_parallel_size, first))
     return dims
+
+
+def _fused_rows(engine: Engine, name: str) -> list[int]:
+    """Rows of the whole tensor's parts where tensor parallelism splits each of several; else none."""
+    if name.endswith(FUSED_ROWS):
+        return split_sizes(engine.model_config)
+    return split_sizes(engine.model_config)[:MIXED] if name.endswith(".self_attention.conv1d") else []
+
+
+def _pieces(dims: list[Dim], parts: list[int], start: int, end: int) -> Iterator[Piece]:
+    """As `pieces`; `parts`: the rows of each, of which a shard has its share."""
+    rows = dims[0]
+    if not parts or rows.local == rows.whole:
+        yield from pieces(dims, start, end)
+        return
+    size, rank, inner, first = rows.whole // rows.local, rows.offset // rows.local, math.prod(dim.local for dim in dims[1:]), 0
+    for number, part in enumerate(parts):
+        share = part // size
+        of_part = [Dim(share, rows.whole, sum(parts[:number]) + rank * share), *dims[1:]]
+        low, high = max(start, first * inner), min(end, (first + share) * inner)
+        for box, position in pieces(of_part, low - first * inner, high - first * inner) if low < high else ():
+            yield Piece(box, low - start + position)
+        first += share
 
 
 def local(value: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from engine.config import TARGET_OF, LoraConfig
+from engine.folder import places, read_model_type, read_own_fields, weight_files
 from engine.peft.fields import check_fields
 
 CONFIG_FILE = "adapter_config.json"
@@ -217,16 +218,17 @@ def base_shapes(model_path: Path) -> dict[str, tuple[int, int, int]]:
 
     Layers beyond the model's, which predict further tokens, are left out.
     """
-    num_layers = json.loads((model_path / "config.json").read_text())["num_hidden_layers"]
+    num_layers, model_type = read_own_fields(model_path)["num_hidden_layers"], read_model_type(model_path)
     found: dict[str, tuple[int, int, int]] = {}
     for path in weight_files(model_path):
         with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 # it has no iterator
-                layer = re.match(r"model\.layers\.(\d+)\.", name)
-                if layer and int(layer[1]) < num_layers and len(shape := file.get_slice(name).get_shape()) == 2:
-                    linear, expert, half = place_of(name)
-                    rows = shape[0] if half is None else 2 * shape[0]
-                    found[linear] = max(found.get(linear, (1,))[0], (expert or 0) + 1), rows, shape[1]
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 # it has no iterator
+        for name, (_, shape, *_) in places(shapes, model_type).items():
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            if layer and int(layer[1]) < num_layers and len(shape) == 2:
+                linear, expert, half = place_of(name)
+                rows = shape[0] if half is None else 2 * shape[0]
+                found[linear] = max(found.get(linear, (1,))[0], (expert or 0) + 1), rows, shape[1]
     return found
 
 
@@ -237,15 +239,6 @@ def place_of(name: str) -> tuple[str, int | None, int | None]:
         return name.removesuffix(".weight"), None, None
     parameter, half = PARAMETER_OF[match[3]]
     return f"{match[1]}.mlp.experts.{parameter}", int(match[2]), half
-
-
-def weight_files(model_path: Path) -> list[Path]:
-    """The files of its index, or model.safetensors, ignoring others; empty where there are none."""
-    index = model_path / "model.safetensors.index.json"
-    if not index.is_file():
-        return list(model_path.glob("model.safetensors"))
-    names: Iterable[str] = json.loads(index.read_text())["weight_map"].values()
-    return [model_path / name for name in sorted(set(names))]
 
 
 def fingerprint(model_path: Path) -> str:

@@ -5,7 +5,6 @@ Leaves out what depends on the machine's kernels (exact/machine.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from engine.attention.windows import window
 from megasync.config.errors import ConfigError, refuse, shown_value, wrong
 from megasync.config.schema import Config
+from megasync.models.folder import model_fields
 from megasync.models.model_shape import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -89,7 +89,7 @@ def exact_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterato
 def _inexact_feature(folder: Path, shape: ModelShape) -> str:
     if shape.model_type not in FAMILIES:
         return shape.model_type
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fields = model_fields(folder)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.file import VersionLogError, shapes_of
 from engine.peft.folder import check_peft_folder
 from engine.resume import check_files, instead, model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
-from megasync.models.folder import model_shape, read_json_object
-from megasync.models.tensors import check_held
+from megasync.models.folder import model_fields, model_shape, read_json_object
+from megasync.models.tensors import check_held, own_shapes
 from megasync.rollouts.progress import load_progress
 
 
@@ -68,10 +67,10 @@ def _check_model(config: Config, folder: Path) -> None:
     own, other = fields.get("model_type"), saved.get("model_type")
     refuse_if(own != other, f"{folder}: holds a {other}, and model.path = {base} is a {own}", remedy=remedy)
     try:
-        held = {spec.name: spec.shape for spec in read_folder_manifest(weights).tensors}
+        held = own_shapes(weights)
     except ValueError as error:
         raise ConfigError(str(error), remedy=instead(folder)) from error
-    check_held(folder, held, model_shape(base), fields, remedy)
+    check_held(folder, held, model_shape(base), model_fields(base), remedy)
 
 
 def _check_marked(config: Config) -> None:
@@ -85,5 +84,4 @@ def _check_marked(config: Config) -> None:
     except (VersionLogError, OSError):
         return
     remedy = f"put the run's own files into {log}, or write checkpoint.resume=auto"
-    fields = read_json_object(base / "config.json")
-    check_held(f"{log}, version {step}", held, model_shape(base), fields, remedy)
+    check_held(f"{log}, version {step}", held, model_shape(base), model_fields(base), remedy)

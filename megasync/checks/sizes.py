@@ -14,7 +14,7 @@ from operator import attrgetter
 import psutil
 
 from engine import rules
-from engine.config import DTYPE_BYTES
+from engine.config import DTYPE_BYTES, GPT_OSS
 from engine.model import stages
 from engine.peft.folder import check_peft_folder
 from megasync.config.errors import ConfigError, refuse, refuse_if, wrong
@@ -141,7 +141,7 @@ def linear_widths(shape: ModelShape) -> dict[str, list[int]]:
         values = shape.linear_num_value_heads * shape.linear_value_head_dim
         keys = shape.linear_num_key_heads * shape.linear_key_head_dim
         widths |= {"in_proj": [2 * keys + 2 * values + 2 * shape.linear_num_value_heads], "out_proj": [values]}
-    return {**widths, "linear_fc1": mlp, "linear_fc2": mlp}
+    return widths if shape.model_type == GPT_OSS else {**widths, "linear_fc1": mlp, "linear_fc2": mlp}
 
 
 def recompute_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
@@ -149,6 +149,7 @@ def recompute_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]
     engine, key = config.engine, "engine.recompute_modules"
     if engine.recompute != "selective":
         return
+    yield from rule_errors(config, rules.recompute_problem(shape.model_type, engine))
     here, missing = ("moe", "mlp") if shape.num_experts else ("mlp", "moe")
     choices, modules = f"layernorm, core_attn, mlp_act, {here}", engine.recompute_modules
     if missing in modules:

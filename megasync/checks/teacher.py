@@ -19,7 +19,7 @@ from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config
 from megasync.config.teacher_section import START, TeacherConfig
 from megasync.data.tokenizer import vocabulary_difference
-from megasync.models.folder import check_model_config, check_model_folder, model_shape, read_json_object
+from megasync.models.folder import check_model_config, check_model_folder, model_fields, model_shape
 
 # of config.json, beside the sizes: without the first ones a model computes with their null
 COMPUTED = ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings")
@@ -131,7 +131,7 @@ def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterato
         )
     if not config.teacher.is_in_trainer:
         return
-    fields, others = (read_json_object(path / "config.json") for path in (own, folder))
+    fields, others = (model_fields(path) for path in (own, folder))
     shared = {name for name in fields.keys() & others.keys() if name not in NOT_COMPUTED}
     different = sorted(name for name in {*shared, *COMPUTED} if (fields.get(name) or None) != (others.get(name) or None))
     if different or shape != model_shape(own):

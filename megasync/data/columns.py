@@ -33,7 +33,7 @@ def readable(path: Path, schema: pa.Schema, chosen: Collection[str], note: Calla
     twice = sorted({name for name in names if names.count(name) > 1})
     remedy = "rename or remove one of them"
     refuse_if(twice, f"{path}: has several columns of the name {', '.join(map(repr, twice))}", remedy=remedy)
-    left_out = [field.name for field in schema if field.name not in chosen and _holds_bytes(field.type)]
+    left_out = [field.name for field in schema if field.name not in chosen and holds_bytes(field.type)]
     if left_out:
         note(f"columns of bytes, such as images, are not read: {', '.join(left_out)}")
     return [name for name in names if name not in left_out]
@@ -93,9 +93,9 @@ def _label(names: list[str]) -> Decode:
     return lambda value: names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-def _holds_bytes(kind: pa.DataType) -> bool:
+def holds_bytes(kind: pa.DataType) -> bool:
     from pyarrow import types
 
     is_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
     inner = [kind.field(index).type for index in range(kind.num_fields)]
-    return any(holds(kind) for holds in is_bytes) or any(_holds_bytes(each) for each in inner)
+    return any(holds(kind) for holds in is_bytes) or any(holds_bytes(each) for each in inner)

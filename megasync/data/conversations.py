@@ -128,13 +128,19 @@ def _has_arguments(call: Mapping[str, Any]) -> bool:
     return isinstance(given, Mapping) or not given
 
 
+def _kind(value: Any) -> str:
+    parts = [part for part in value if isinstance(part, Mapping)] if isinstance(value, list) else []
+    media = next((part["type"] for part in parts if part.get("type", "text") != "text"), None)
+    return f"a {type(value).__name__}" + (f" with a part of type {media!r}" if media else "")
+
+
 def _wrong_message(message: Any, number: int) -> str:
     if not isinstance(message, Mapping):
         return f"is a {type(message).__name__}, not an object with role and content"
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     for name in ("role", "content"):
         if not isinstance(message.get(name), str) and not (name == "content" and calls and message.get(name) is None):
-            return f"has a {name} that is a {type(message[name]).__name__}, not a text" if name in message else f"has no {name}"
+            return f"has a {name} that is {_kind(message[name])}, not a text" if name in message else f"has no {name}"
     if message["role"] not in ROLES:
         return f"has the role {message['role']!r}, not one of {', '.join(ROLES)}"
     if message["role"] == "system" and number > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from megasync.config.data_section import DataConfig, DataFile, EvalSet
 from megasync.config.errors import ConfigError, refuse_if, some
@@ -18,8 +19,8 @@ from megasync.config.schema import Config
 from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
 from megasync.data.data import Example, PromptOrder, load_examples
 from megasync.data.prompts import Prompts
-from megasync.data.tables import Note
-from megasync.models.folder import model_shape
+from megasync.data.tables import Note, media_columns
+from megasync.models.folder import is_vision_language, model_shape
 
 BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that only compare with the answer
 
@@ -88,6 +89,7 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         try:
             where = {"split": source.split, "section": section, "split_key": split_key}
             loaded = load_examples(source.path, *columns, **where, is_supervised=is_supervised, note=notes.append)
+            _check_media(config, source, split_key)
             own = key.removeprefix("data.train.") if key.startswith("data.train.") else ""
             examples[key] = [replace(each, source=own, rewards=source.rewards) for each in loaded[: source.limit]]
         except ValueError as error:
@@ -98,6 +100,15 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         for text in [*notes, *unrendered(examples[key], data)]:
             note(f"{key}: {text}")
     return examples
+
+
+def _check_media(config: Config, source: DataFile, split_key: str) -> None:
+    """ConfigError where the model has vision layers and the data images, video or audio: only text is trained."""
+    if not is_vision_language(config.model.path):
+        return
+    names = media_columns(Path(source.path), source.split, split_key)
+    message = f"{source.path}: has the columns {', '.join(map(repr, names))}, and of {config.model.path} only the text is trained"
+    refuse_if(names, message, remedy="take data without images, sounds or videos, or take the columns out")
 
 
 def unrendered(examples: Sequence[Example], data: DataConfig) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasync.config.errors import ConfigError, refuse_if
-from megasync.data.columns import decoders, readable
+from megasync.data.columns import decoders, holds_bytes, readable
 from megasync.data.files import data_files
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 LFS_POINTER = b"version https://git-lfs"
 PARQUET_MAGIC, FILE_MAGIC = b"PAR1", b"ARROW1"
 PACKED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
+MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # names of columns
 MAX_NESTING = 100  # rows are pickled for rewards and episodes, and pickle fails at some hundred levels
 MAX_FIELD_BYTES = 2**30  # of a CSV file
 
@@ -56,6 +57,16 @@ def read_rows(
             yield from _csv_rows(file)
         else:
             yield from _json_rows(file)
+
+
+def media_columns(path: Path, split: str, split_key: str) -> list[str]:
+    """Columns of images, sounds or videos in the first of the files, by their names or, in tables, since they hold bytes."""
+    file = data_files(path, split, split_key, lambda _: None)[0]
+    if file.suffix not in (".parquet", ".arrow"):
+        _, row = next(read_rows(path, split, split_key), ("", {}))
+        return [name for name, value in row.items() if name in MEDIA and value]
+    with _reading(file), _opened(file) as (schema, _):
+        return [field.name for field in schema if field.name in MEDIA or holds_bytes(field.type)]
 
 
 # ------------------------------------------------------------------------------------------------------------- text
@@ -171,22 +182,29 @@ def _decoded(place: str, name: str, decode: Callable[[Any], Any], value: Any) ->
 
 
 def _batches(path: Path, columns: Sequence[str], note: Note) -> Iterator[pa.RecordBatch]:
+    with _opened(path) as (schema, batches_of):
+        yield from batches_of(readable(path, schema, columns, note))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[pa.Schema, Callable[[list[str]], Iterator[pa.RecordBatch]]]]:
+    """The schema, and a function from names of columns to batches of them."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     if path.suffix == ".parquet":
         with ParquetFile(path, memory_map=True) as parquet:
             schema = parquet.schema_arrow
-            for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=readable(path, schema, columns, note)):
-                yield batch.replace_schema_metadata(schema.metadata)
+            yield schema, lambda names: (
+                batch.replace_schema_metadata(schema.metadata) for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=names)
+            )
         return
     with pa.memory_map(str(path)) as source:
         is_file = source.read(len(FILE_MAGIC)) == FILE_MAGIC  # as pyarrow.feather writes; datasets writes streams
         source.seek(0)
         with pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source) as stream:
-            chosen = readable(path, stream.schema, columns, note)
-            for batch in (stream.get_batch(index) for index in range(stream.num_record_batches)) if is_file else stream:
-                yield batch.select(chosen)
+            batches = (stream.get_batch(index) for index in range(stream.num_record_batches)) if is_file else stream
+            yield stream.schema, lambda names: (batch.select(names) for batch in batches)
 
 
 def _rows(path: Path, batch: pa.RecordBatch) -> list[Row]:

