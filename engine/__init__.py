@@ -5,6 +5,7 @@ Each room imports only from those above it:
 config.py     the YAML keys `model`, `engine` and `algorithm`
 sample.py     Sample: a prompt with a response, as arrays
 rules.py      compatibility of a model and a layout: used by the config check and by the engine (no torch)
+folder.py     where the language model lies in a Hugging Face folder (no torch)
 resume.py     a checkpoint's index, and whether a run can resume from it (no torch)
 runtime/      the device, megatron-core itself, process groups, random states
 batch/        samples packed into balanced micro-batches
@@ -23,6 +24,7 @@ offload.py    parameters, gradients and optimizer state to host memory and back
 alike.py      whether all ranks start from the same model
 engine.py     Engine: prepare, update, whole_parameters
 adapters.py   adapters that take turns on one base model: state, files
+shared.py     passes that several adapters share
 driven.py     Driven: forward_backward and optim_step of several adapters, whose loop is the caller's
 trace.py      one forward pass that records every intermediate tensor
 checkpoint/   save and resume: cut-off safe, in any layout, beside the training if wanted

@@ -18,12 +18,14 @@ from pydantic_core import PydanticCustomError
 NAME_BYTES, PATH_BYTES = 255, 3800  # Linux' NAME_MAX, and PATH_MAX less what lies below a folder of ours
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number in each `model.dtype`
 EXPERT_ROW_BYTES = 16  # rows of experts' weights are multiples of it, as torch's grouped_mm wants
-DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")  # gated delta nets in most layers, gated attention in the others
-MOE_FAMILIES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")  # mixtures of experts
-BIASED_ROUTERS = ("deepseek_v3", "glm4_moe")  # of those: sigmoid scores, to which a bias is added for the choice alone
-LATENT_FAMILIES = ("deepseek_v3",)  # multi-latent attention
+DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # gated delta nets in most layers, else gated attention
+LIKE = {"kimi_k2": "deepseek_v3"}  # families with another's config.json and tensors
+LATENT_FAMILIES = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")  # multi-latent attention
+BIASED_ROUTERS = ("glm4_moe", *LATENT_FAMILIES)  # sigmoid scores, to which a bias is added for the choice alone
+GPT_OSS = "gpt_oss"  # biases, sinks and experts of its own (families/gpt_oss.py)
+MOE_FAMILIES = (*BIASED_ROUTERS, GPT_OSS, "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")  # with experts
 GEMMA = "gemma3_text"  # its layers differ from the others' (families/gemma.py)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", GEMMA, *MOE_FAMILIES)  # of `model_type`: the engine trains them
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", GEMMA, *MOE_FAMILIES)  # of `model_type`
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
 ROPE_BY_LAYER_TYPE = ("default", "linear")  # of them where layers have other frequencies by their type
 
@@ -323,7 +325,7 @@ class AlgorithmConfig(Section):
     load_balancing: NonNegativeFloat = 0.0
     """Mixtures of experts: this times each layer's load-balancing loss (arXiv:2101.03961), 1 where even, is added to the loss."""
     router_bias_update_rate: NonNegativeFloat = 0.0
-    """deepseek_v3, glm4_moe: added to biases of experts with few tokens, taken from others' (arXiv:2408.15664); 0: frozen."""
+    """DeepSeek, Kimi, GLM: added to biases of experts with few tokens, taken from others' (arXiv:2408.15664); 0: frozen."""
     router_replay: Literal["off", "rollout"] = "off"
     """rollout: tokens go through the experts that vLLM chose for them (R3, arXiv:2510.11370); off: the trainer chooses."""
     log_router_gap: bool = False

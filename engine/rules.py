@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.config import DELTA_FAMILIES, DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, LoraConfig, ParallelConfig
+from engine.config import DELTA_FAMILIES, DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, GPT_OSS, EngineConfig, LoraConfig, ParallelConfig
 
 
 class Problem(NamedTuple):
@@ -81,6 +81,14 @@ def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem |
         remedy = f"write engine.lora.rank={-(-lora.rank // multiple) * multiple}"
         return Problem(message, remedy, f"multiples of {multiple}, as torch's grouped matrix product takes them")
     return None
+
+
+def recompute_problem(model_type: str, config: EngineConfig) -> Problem | None:
+    """Rules of what is recomputed."""
+    if model_type != GPT_OSS or config.recompute != "selective" or "mlp_act" not in config.recompute_modules:
+        return None
+    message = f"engine.recompute_modules = {', '.join(config.recompute_modules)}: experts of {model_type} keep their activations"
+    return Problem(message, "write engine.recompute_modules=[layernorm]", "layernorm, core_attn, moe")
 
 
 def context_problem(model_type: str, num_kv_heads: int, parallel: ParallelConfig) -> Problem | None:

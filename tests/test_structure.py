@@ -33,9 +33,9 @@ COMMANDS = ["train", "submit", "launch.num_ranks", "launch.driver", "checks.chec
 ROOMS = {
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],
     "engine": [
-        *("config", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft", "objective"),
-        *("minibatch", "passes", "teacher", "criterion", "offload", "alike", "models", "engine", "adapters", "driven", "trace"),
-        "checkpoint",
+        *("config", "sample", "rules", "folder", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft"),
+        *("objective", "minibatch", "passes", "teacher", "criterion", "offload", "alike", "models", "engine", "adapters"),
+        *("shared", "driven", "trace", "checkpoint"),
     ],
     "bridge": [
         *("config", "messages", "generation", "detokenizer", "processes", "notes"),

@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.equivalence.cases import TABLES, Model
 from engine.batch.plan import plan_microbatches
 from engine.config import DELTA_FAMILIES, GEMMA
+from engine.model.families import kimi_k2
 from engine.sample import Sample
 
 SHARED: dict[str, Any] = TABLES["all_families"]  # fields of config.json
 FIELDS: dict[str, dict[str, Any]] = TABLES["families"]
 VOCABULARY = SHARED["vocab_size"]
 LONGEST_PROMPT, LONGEST_RESPONSE = 14, 16
+kimi_k2.register_model()
 SEQUENCES = 8  # of a step for each of the micro-batches of one rank
 
 

@@ -132,10 +132,16 @@ class Exporter:
         """`shards`: of an expert's item those of the expert on each expert-parallel rank, one after another."""
         names = item.expert_names or (item.name,)
         size = len(shards) // len(names)
+        stacks = []
         for rank, name in enumerate(names):
             own = shards[rank * size : (rank + 1) * size]
             whole = own[0]  # mbridge 0.15.1 bridge.py:_weight_merge_across_tp, :_weight_to_hf_format
             if size > 1:  # of the parameter mbridge reads two attributes, which megatron-core sets
                 parameter = SimpleNamespace(tensor_model_parallel=True, partition_dim=item.shard_dim)
                 whole = self._hf_bridge._weight_merge_across_tp(name, own, parameter)
-            yield from zip(*self._hf_bridge._weight_to_hf_format(name, whole), strict=True)
+            if item.is_stack:
+                stacks.append(whole)
+            else:
+                yield from zip(*self._hf_bridge._weight_to_hf_format(name, whole), strict=True)
+        if stacks:
+            yield from zip(*self._hf_bridge._weight_to_hf_format(item.name, torch.cat(stacks)), strict=True)

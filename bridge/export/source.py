@@ -37,6 +37,7 @@ class WeightItem(Protocol):
 
     `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated. `expert_names`: empty, or for an
     expert the names of what each expert-parallel rank has in its place, the same on all of them; `name` is the first.
+    `is_stack`: it is all experts of a rank, and those of all ranks are one tensor of Hugging Face's.
     """
 
     @property
@@ -53,6 +54,9 @@ class WeightItem(Protocol):
 
     @property
     def expert_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def is_stack(self) -> bool: ...
 
 
 class AdapterFactors(Factors, Protocol):

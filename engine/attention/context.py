@@ -38,10 +38,11 @@ def attend(
     scale: float | None,
     whole: Attend,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of [T / C, heads, dim], values may have a smaller dim, which is the result's.
 
-    `whole`: that of all T tokens of a packing, with the same `window`.
+    `whole`: that of all T tokens of a packing, with the same `window` and `sinks`.
     """
     if part.uses_ulysses:
         heads = whole(*(_Exchange.apply(x, part, True) for x in (query, key, value)))  # type: ignore[no-untyped-call]
@@ -49,14 +50,14 @@ def attend(
     both = [key.flatten(1), value.flatten(1)]
     gathered = _Gather.apply(torch.cat(both, 1), part, True).split([x.shape[1] for x in both], 1)  # type: ignore[no-untyped-call]
     key, value = (x.unflatten(1, own.shape[1:]) for x, own in zip(gathered, (key, value), strict=True))
-    if query.is_cuda and query.dtype is not torch.float32:
+    if query.is_cuda and query.dtype is not torch.float32 and sinks is None:
         ends, kv_index, longest = part.prefixes
         return flash.attend_prefixes(query, key[kv_index], value[kv_index], ends, longest, scale, window)
     pieces, begin = [], 0
     for start, end, size in part.chunks:
         q, k, v = (x.transpose(0, 1)[None] for x in (query[begin : begin + size], key[start:end], value[start:end]))
         mask = causal_mask(size, end - start, window, query.device)
-        out = dense.attend(q, k, v, scale, mask)
+        out = dense.attend(q, k, v, scale, mask, sinks)
         pieces.append(out[0].transpose(0, 1))
         begin += size
     return torch.cat(pieces)

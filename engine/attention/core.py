@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import context, dense, flash, fused, windows
-from engine.runtime.megatron import PackedSeqParams, TransformerConfig
+from engine.runtime import device
+from engine.runtime.megatron import PackedSeqParams, TransformerConfig, parallel_state, tensor_parallel
 from engine.batch.packed import PackedSequences
 
 
@@ -32,7 +33,19 @@ class CoreAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale, self.window = softmax_scale, windows.layer_window(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self._add_sinks(config)
         self.rotates = bool(config.no_rope_freq)  # megatron-core is configured to leave the rotary embedding out
+
+    def _add_sinks(self, config: TransformerConfig) -> None:
+        """A logit for each head of this rank. megatron-core's own (dot_product_attention.py:126) does not say that ranks have
+        different ones, so that the norm of all gradients leaves out those of all tensor-parallel ranks but the first.
+        """
+        number = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = torch.zeros(number, dtype=config.params_dtype, device=device.compute_device())
+        self.softmax_offset = torch.nn.Parameter(sinks)
+        tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -58,7 +71,7 @@ class CoreAttention(torch.nn.Module):
         def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self._packed(q, k, v, packed_seq_params).view(*q.shape[:2], v.shape[-1])
 
-        attended = context.attend(part, query, key, value, self.scale, whole, self.window)
+        attended = context.attend(part, query, key, value, self.scale, whole, self.window, self.softmax_offset)
         return attended.flatten(1)
 
     def _tables(self, rotary: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +82,7 @@ class CoreAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
         assert isinstance(packed_seq_params, PackedSequences)
-        if query.is_cuda and query.dtype is not torch.float32:  # flash attention takes 16-bit types only
+        if query.is_cuda and query.dtype is not torch.float32 and self.softmax_offset is None:  # flash attention's have 16 bits
             return flash.attend(query, key, value, packed_seq_params, self.scale, self.window).flatten(1)
         return self._grouped(query, key, value, packed_seq_params).flatten(1)
 
@@ -77,9 +90,17 @@ class CoreAttention(torch.nn.Module):
         """All of [batch, heads, tokens, dim]; later tokens never reach earlier ones, so right padding does no harm."""
         num_tokens = query.shape[2]
         if not 0 < self.window < num_tokens:
-            return dense.attend(query, key, value, self.scale)
+            return dense.attend(query, key, value, self.scale, sinks=self._sinks(query))
         mask = context.causal_mask(num_tokens, num_tokens, self.window, query.device)
-        return dense.attend(query, key, value, self.scale, mask)
+        return dense.attend(query, key, value, self.scale, mask, self._sinks(query))
+
+    def _sinks(self, query: torch.Tensor) -> torch.Tensor | None:
+        """Of the heads of `query`, [batch, heads, ...], which Ulysses shares among context ranks."""
+        sinks: torch.Tensor | None = self.softmax_offset
+        number = query.shape[1]
+        if sinks is None or number == len(sinks):
+            return sinks
+        return sinks[number * parallel_state.get_context_parallel_rank() :][:number]
 
     def _grouped(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
         groups, inverse = packed.length_groups

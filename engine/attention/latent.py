@@ -3,8 +3,9 @@
 megatron-core's attention with projections of its own: those to the low ranks are whole on every tensor-parallel rank, over the
 rank's own tokens, as megatron-core has them with TransformerEngine alone. With its column-parallel ones
 (multi_latent_attention.py:680) the part of the keys that all heads share gets the gradient of one rank's heads only.
-Rotations are those of a micro-batch, made once. Leaves out core attention (core.py) and how frequencies are scaled
-(rope.py). Sources: megatron-core 0.16.1 transformer/multi_latent_attention.py; transformers 5.19, modeling_deepseek_v3.py.
+Norms in low ranks have rms_norm_eps, as in vLLM; transformers has 1e-6 there. Rotations are those of a micro-batch, made once.
+Leaves out core attention (core.py) and how frequencies are scaled (rope.py). Sources: megatron-core 0.16.1
+transformer/multi_latent_attention.py; transformers 5.19, modeling_deepseek_v3.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from engine.batch.packed import PackedSequences
 
 from mbridge.core.llm_bridge import LLMBridge
 
-NORM_EPSILON = 1e-6  # of the norms in low ranks, whatever rms_norm_eps is: transformers, DeepseekV3Attention
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -127,10 +127,10 @@ class LatentAttention(MultiLatentAttention):  # type: ignore[misc]
             self.linear_q_proj = self._heads(hidden, heads * self.q_head_dim)
         else:
             self.linear_q_down_proj = ReplicatedLinear(hidden, rank, config)
-            self.q_layernorm = RMSNorm(config, rank, eps=NORM_EPSILON)
+            self.q_layernorm = RMSNorm(config, rank, config.layernorm_epsilon)
             self.linear_q_up_proj = self._heads(rank, heads * self.q_head_dim)
         self.linear_kv_down_proj = ReplicatedLinear(hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
-        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=NORM_EPSILON)
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, config.layernorm_epsilon)
         self.linear_kv_up_proj = self._heads(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim))
 
     def _heads(self, num_inputs: int, num_outputs: int) -> Any:

@@ -12,9 +12,10 @@ from engine.config import DELTA_FAMILIES
 
 FULL, SLIDING, DELTA = "full_attention", "sliding_attention", "linear_attention"  # values of `layer_types`
 WINDOW = 4096  # `sliding_window` where config.json says nothing: MistralConfig, Qwen2Config, Gemma3TextConfig and others
+GPT_OSS_WINDOW = 128  # GptOssConfig's
 OF_ALL_LAYERS = ("mistral", "mixtral", "qwen3_moe")  # families that read no `layer_types`
 SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # families without a window but with `use_sliding_window`
-FAMILIES = ("gemma3_text", "mistral", "mixtral", *SWITCHED)  # all that know windows
+FAMILIES = ("gemma3_text", "gpt_oss", "mistral", "mixtral", *SWITCHED)  # all that know windows
 
 
 def window(fields: Mapping[str, Any]) -> int:
@@ -22,7 +23,8 @@ def window(fields: Mapping[str, Any]) -> int:
     family = fields["model_type"]
     if family not in FAMILIES or (family in SWITCHED and not fields.get("use_sliding_window")):
         return 0
-    return fields.get("sliding_window", None if family == "mixtral" else WINDOW) or 0
+    default = {"mixtral": None, "gpt_oss": GPT_OSS_WINDOW}.get(family, WINDOW)
+    return fields.get("sliding_window", default) or 0
 
 
 def layer_types(fields: Mapping[str, Any]) -> list[str]:
@@ -39,6 +41,8 @@ def layer_types(fields: Mapping[str, Any]) -> list[str]:
     first = fields.get("max_window_layers", 28)
     if family == "gemma3_text":
         slides = [(number + 1) % fields.get("sliding_window_pattern", 6) != 0 for number in numbers]
+    elif family == "gpt_oss":
+        slides = [number % 2 == 0 for number in numbers]
     elif family == "qwen2_moe":
         slides = [has_window and number % 2 == 0 and number < first for number in numbers]
     else:

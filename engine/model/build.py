@@ -23,14 +23,16 @@ from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
 from engine.model import exact, head, recompute, stages, vocabulary
-from engine.model.families import gemma, table as families
+from engine.model.families import gemma, mxfp4, table as families
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.plan import Balance
 from engine.config import FAMILIES, LATENT_FAMILIES, AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
+from engine.folder import Place, places, read_model_type, weight_files
 from engine.runtime.megatron import get_gpt_decoder_block_spec, get_transformer_layer_offset
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
+from mbridge.core.safetensor_io import SafeTensorIO
 from transformers import AutoConfig
 
 NOT_USED = {
@@ -44,6 +46,33 @@ NOT_USED = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class _OwnTensors(SafeTensorIO):  # type: ignore[misc]
+    """A folder's tensors by their own names (engine/folder.py), only out of files that its index names."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._places: dict[str, tuple[Path, Place]] = {}
+        for file in weight_files(path):
+            with safe_open(file, framework="pt") as held:
+                shapes = {key: held.get_slice(key).get_shape() for key in held.keys()}  # noqa: SIM118 # it has no iterator
+            of_file = places(shapes, read_model_type(path))
+            self._places |= {name: (file, place) for name, place in of_file.items()}
+
+    def load_hf_weight_names(self) -> list[str]:
+        return list(self._places)
+
+    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, torch.Tensor]:
+        """KeyError names a tensor that is not there."""
+        names_of: dict[Path, list[str]] = {}
+        for name in hf_weight_names:
+            names_of.setdefault(self._places[name][0], []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for path, names in names_of.items():
+            with safe_open(path, framework="pt") as file:
+                found |= {name: self._places[name][1].read(file) for name in names}
+        return found
+
+
 class _LocalSpec:
     """Mixed in before an mbridge bridge: the local layer spec in place of the TransformerEngine one."""
 
@@ -53,13 +82,7 @@ class _LocalSpec:
     recomputes_activation = keeps_inputs_on_host = is_exact = False
 
     def _get_safetensor_io(self, weights_path: str) -> Any:
-        """Without an index mbridge reads all safetensors files of the folder, in no order (core/safetensor_io.py:40)."""
-        source = super()._get_safetensor_io(weights_path)  # type: ignore[misc]
-        whole = Path(weights_path) / "model.safetensors"
-        if not source.index and whole.is_file():
-            with safe_open(whole, framework="pt") as file:
-                source.index = dict.fromkeys(file.keys(), whole.name)
-        return source
+        return mxfp4.readable(_OwnTensors(Path(weights_path)))
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -127,10 +150,11 @@ def build_mbridge(
     `algorithm`: for the routers' training. `adds_gradients`: linears add their weights' gradients to the main gradients
     themselves (kernels.py).
     """
-    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path))
+    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path).get_text_config())
     families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
     context.check(hf_config, engine.parallel)
+    recompute.check(hf_config, engine)
     multiple = vocabulary.padding_multiple(hf_config.vocab_size, engine.parallel.tensor)
     bridge = _bridge_class(hf_config.model_type)(hf_config, dtype=DTYPES[model.dtype], make_vocab_size_divisible_by=multiple)
     bridge.recomputes_activation = engine.recompute == "selective" and "mlp_act" in engine.recompute_modules

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from engine import rules
 from engine.runtime import workarounds
 from engine.config import EngineConfig
 from engine.moe.experts import ExpertLayer, GroupedExperts
@@ -27,6 +28,12 @@ def config_arguments(config: EngineConfig) -> dict[str, Any]:
     workarounds.use_checkpoints_without_fp8()
     modules = [name for name in config.recompute_modules if name != "mlp_act"]
     return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def check(hf_config: Any, config: EngineConfig) -> None:
+    """ValueError for what does not go with the family."""
+    if found := rules.recompute_problem(hf_config.model_type, config):
+        raise ValueError(str(found))
 
 
 def use_recomputed_activation(layer: Any) -> None:

@@ -39,6 +39,7 @@ class WeightItem(NamedTuple):
     shard_dim: int | None  # which dimension tensor parallelism shards; None: replicated
     adapter: Adapter | None
     expert_names: tuple[str, ...] = ()  # with expert parallelism: what each of its ranks has in this one's place
+    is_stack: bool = False  # all experts of this rank, of Hugging Face's tensor of all experts
 
 
 class AdapterItem(NamedTuple):
@@ -57,6 +58,7 @@ class ChunkWeights:
         """`chunk`: not yet wrapped, its adapters added."""
         self._shard_dims: dict[str, int | None] = {}  # by global name
         self._names: dict[str, str] = {}  # global by local name
+        self._stacks: dict[str, tuple[str, ...]] = {}  # of a parameter that is exported with all experts: its name on each rank
         self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's parameter: for each of its experts the names
         parameter: Any
         for local, parameter in (*chunk.named_parameters(), *router_bias.named(chunk)):
@@ -64,7 +66,9 @@ class ChunkWeights:
                 name = self._names[local_name(local)] = global_name(chunk, local)
                 is_sharded = getattr(parameter, "tensor_model_parallel", False)
                 self._shard_dims[name] = getattr(parameter, "partition_dim", None) if is_sharded else None
-                if count := getattr(parameter, "num_local_experts", 0):
+                if getattr(parameter, "is_stack", False):
+                    self._stacks[name] = tuple(f"{name}{rank}" for rank in range(parameter.expert_parallel_size))
+                elif count := getattr(parameter, "num_local_experts", 0):
                     first_of_ranks = range(0, count * parameter.expert_parallel_size, count)
                     self._experts[name] = [tuple(f"{name}{first + i}" for first in first_of_ranks) for i in range(count)]
         self._linears = dict(adapted_linears([chunk]))  # for their scale of now
@@ -76,6 +80,10 @@ class ChunkWeights:
         for name, tensor in tensors.items():
             shard_dim = self._shard_dims[name]
             linear = name.removesuffix(".weight")
+            if name in self._stacks:
+                names = self._stacks[name] if len(self._stacks[name]) > 1 else ()
+                items.append(WeightItem(name, tensor, shard_dim, None, names, is_stack=True))
+                continue
             if name not in self._experts:
                 items.append(WeightItem(name, tensor, shard_dim, adapters.get(linear)))
                 continue

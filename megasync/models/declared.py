@@ -15,6 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
+from engine.config import LIKE
+
 BASE = "PreTrainedConfig"
 TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "RopeParameters": dict}
 
@@ -33,6 +35,7 @@ class Field(NamedTuple):
 @lru_cache
 def declared_fields(family: str) -> dict[str, Field]:
     """By name; empty where transformers is not installed."""
+    family = LIKE.get(family, family)
     spec, folder = find_spec("transformers"), family.removesuffix("_text")
     if spec is None or spec.origin is None:
         return {}

@@ -21,6 +21,7 @@ from engine.config import (
     DELTA_FAMILIES,
     FAMILIES,
     GEMMA,
+    GPT_OSS,
     LATENT_FAMILIES,
     MOE_FAMILIES,
     ROPE_BY_LAYER_TYPE,
@@ -34,15 +35,21 @@ ROPE_NUMBERS = {  # numbers without a default, by the type of rope scaling
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+YARN_OF_GPT_OSS = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")  # vLLM has no defaults
 PARTIAL_ROTARY = ("glm4_moe", *DELTA_FAMILIES)  # families with it, also where config.json says nothing of the factor
-SHARED_EXPERT = ("qwen2_moe", "qwen3_5_moe_text")  # families with a shared expert of a size of its own
+SHARED_EXPERT = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")  # families with a shared expert of a size of its own
 WHOLE_HEADS = ("llama", GEMMA)  # hidden_size must be a multiple of the heads, also beside a head_dim
 SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
+UNTIED = (*BIASED_ROUTERS, GPT_OSS)
+WITH_BIAS = ("qwen2", "glm4_moe", "seed_oss", GPT_OSS)
+LITE = "glm4_moe_lite"
+DEEPSEEK = ("deepseek_v3", "kimi_k2")  # vLLM reads of their folders how routers score
 QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
 OTHER_MODEL = "take a model without it"
 ONE_ROPE = "take out of config.json the one that the model was not trained with"
 CAUSAL = "where the weights are a language model's, write its family's class that ends with ForCausalLM"
 CONVERT = "convert its weights to bfloat16, and leave this out of config.json"
+WRITE_DENSE = "write first_k_dense_replace, the number of dense layers before those with experts, into config.json"
 BIASES = "if it was trained so, write topk_method noaux_tc and scoring_func sigmoid into config.json"
 
 
@@ -142,6 +149,24 @@ def has_other_groups(model: Model) -> bool:
     return model.get("n_group") != 1 and (not chosen or model.get("num_experts_per_tok") // chosen != SCORED_EXPERTS)
 
 
+def every_second(model: Model) -> list[str]:
+    return [FULL if number % 2 else SLIDING for number in range(model.shape.num_hidden_layers)]
+
+
+def is_mxfp4(model: Model) -> bool:
+    """gpt-oss as published; nothing but experts is in 4 bits there (transformers 5.19 quantizers/quantizer_mxfp4.py)."""
+    given = model.get("quantization_config")
+    return model.family == GPT_OSS and isinstance(given, dict) and given.get("quant_method") == "mxfp4"
+
+
+def dense_layers(model: Model) -> int | None:
+    """By `mlp_layer_types`, which transformers reads; without it the first layer is. None: one comes after a sparse one."""
+    kinds = model.get("mlp_layer_types") or ["dense"]
+    count = sum(kind == "dense" for kind in kinds)
+    missing = model.shape.num_hidden_layers - count if model.get("mlp_layer_types") else 0
+    return count if kinds == ["dense"] * count + ["sparse"] * missing else None
+
+
 ALL_LAYERS = "the engine has experts in all layers after the dense ones"
 RULES = (
     Rule("architectures", lambda m: "architectures" in m.fields and not any(
@@ -154,9 +179,10 @@ RULES = (
     Rule("head_dim", lambda m: m.head_dim * m.shape.num_attention_heads != m.shape.hidden_size,
          "vLLM takes hidden_size / num_attention_heads", QWEN2),
     Rule("hidden_act", lambda m: m.get("hidden_act", "silu") != "silu", "the engine has silu only"),
-    Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in ("qwen2", "glm4_moe"), "the engine has none"),
+    Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in WITH_BIAS, "the engine has none"),
     Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
-    Rule("quantization_config", lambda m: m.get("quantization_config"), "the engine reads no quantised weights", remedy=CONVERT),
+    Rule("quantization_config", lambda m: m.get("quantization_config") and not is_mxfp4(m),
+         "the engine reads no quantised weights", remedy=CONVERT),
     Rule("compression_config", lambda m: m.get("compression_config"), "the engine reads no quantised weights", remedy=CONVERT),
     # rotary embeddings; more in _rope
     Rule("rope_scaling", differ, "differs from rope_parameters", remedy=ONE_ROPE),
@@ -178,7 +204,7 @@ RULES = (
     Rule("layer_types", lambda m: "layer_types" in m.fields, "transformers takes such a mistral for ministral", ("mistral",)),
     Rule("layer_types", lambda m: m.get("layer_types") not in (None, m.layer_types)
          and (m.family not in WINDOWED or m.family in OF_ALL_LAYERS), "only vLLM reads it for this family"),
-    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (GEMMA, *DELTA_FAMILIES),
+    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (GEMMA, GPT_OSS, *DELTA_FAMILIES),
          "with max_window_layers, windows are in some of the layers: vLLM leaves them out"),
     Rule("sliding_window", lambda m: SLIDING not in m.layer_types and m.window,
          "by layer_types and max_window_layers no layer has a window, vLLM up to 0.26 gives it to all"),
@@ -197,12 +223,19 @@ RULES = (
     Rule("qkv_bias", lambda m: not m.get("qkv_bias", True), "the engine has attention with biases only", ("qwen2_moe",)),
     Rule("output_router_logits", lambda m: m.get("output_router_logits"), "write algorithm.load_balancing instead", MOE_FAMILIES),
     Rule("router_jitter_noise", lambda m: m.get("router_jitter_noise"), "the engine adds no noise", MOE_FAMILIES),
-    Rule("tie_word_embeddings", lambda m: m.get("tie_word_embeddings"), "vLLM ignores it for this family", BIASED_ROUTERS),
+    Rule("tie_word_embeddings", lambda m: m.get("tie_word_embeddings"), "vLLM ignores it for this family", UNTIED),
     Rule("norm_topk_prob", lambda m: not m.get("norm_topk_prob", True), "the engine normalises the weights", BIASED_ROUTERS),
     Rule("n_group", has_other_groups, f"num_experts_per_tok // topk_group = {SCORED_EXPERTS} is expected", BIASED_ROUTERS),
     Rule("n_shared_experts", lambda m: not m.get("n_shared_experts", 1), "the engine needs a shared expert", BIASED_ROUTERS),
     Rule("first_k_dense_replace", lambda m: (m.get("first_k_dense_replace") or 0) >= m.shape.num_hidden_layers,
          "no layer has experts", BIASED_ROUTERS),
+    Rule("attention_bias", lambda m: not m.get("attention_bias", True), "the engine has biases here", ("seed_oss",)),
+    Rule("attention_out_bias", lambda m: m.get("attention_out_bias"), "the engine has none", ("seed_oss",)),
+    # gpt-oss; vLLM reads none of these fields
+    Rule("attention_bias", lambda m: not m.get("attention_bias", True), "vLLM has attention with biases only", (GPT_OSS,)),
+    Rule("layer_types", lambda m: m.layer_types != every_second(m), "vLLM has windows in every second layer", (GPT_OSS,)),
+    Rule("swiglu_alpha", lambda m: m.get("swiglu_alpha", 1.702) != 1.702, "vLLM has 1.702", (GPT_OSS,)),
+    Rule("swiglu_limit", lambda m: m.get("swiglu_limit", 7.0) != 7.0, "vLLM has 7.0", (GPT_OSS,)),
     # gated delta nets
     Rule("layer_types", lambda m: FULL not in m.layer_types, "the engine needs a layer with attention", DELTA_FAMILIES),
     Rule("full_attention_interval", lambda m: not is_whole(m, "full_attention_interval", 1),
@@ -216,8 +249,12 @@ RULES = (
     Rule("qk_rope_head_dim", lambda m: m.shape.qk_rope_head_dim % 2, "an odd number", LATENT_FAMILIES),
     Rule("v_head_dim", lambda m: m.shape.v_head_dim > m.shape.qk_nope_head_dim + m.shape.qk_rope_head_dim,
          "more than qk_nope_head_dim + qk_rope_head_dim", LATENT_FAMILIES),
-    Rule("topk_method", lambda m: m.get("topk_method") != "noaux_tc", "vLLM loads no router bias", LATENT_FAMILIES, BIASES),
-    Rule("scoring_func", lambda m: m.get("scoring_func") != "sigmoid", "vLLM loads no router bias", LATENT_FAMILIES, BIASES),
+    Rule("topk_method", lambda m: m.get("topk_method") != "noaux_tc", "vLLM loads no router bias", DEEPSEEK, BIASES),
+    Rule("scoring_func", lambda m: m.get("scoring_func") != "sigmoid", "vLLM loads no router bias", DEEPSEEK, BIASES),
+    Rule("first_k_dense_replace", lambda m: m.shape.first_k_dense_replace != dense_layers(m),
+         "vLLM needs the number of dense layers here, as mlp_layer_types has them", (LITE,), WRITE_DENSE),
+    Rule("head_dim", lambda m: m.fields.get("head_dim") not in (None, m.shape.qk_rope_head_dim),
+         "transformers takes it for qk_rope_head_dim", (LITE,), "leave it out of config.json"),
     Rule("moe_layer_freq", lambda m: m.get("moe_layer_freq", 1) != 1, ALL_LAYERS, LATENT_FAMILIES),
     Rule("index_topk", lambda m: m.get("index_topk") is not None, "the engine has no sparse attention", LATENT_FAMILIES),
 )  # fmt: skip
@@ -236,10 +273,10 @@ def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
     """Of one set of rotary embeddings."""
     kind, partial, is_latent = _rope_type(rope), rope["partial_rotary_factor"], model.family in LATENT_FAMILIES
     kinds: tuple[str, ...] = ROPE_BY_LAYER_TYPE if model.family == GEMMA else ("default", "yarn") if is_latent else ROPE_TYPES
-    kinds = ("default",) if model.family in DELTA_FAMILIES else kinds
+    kinds = ("default",) if model.family in DELTA_FAMILIES else ("yarn",) if model.family == GPT_OSS else kinds
     if kind not in kinds:
         yield Unsupported("rope_type", kind, f"engine and vLLM have {', '.join(kinds)} for {model.family}", OTHER_MODEL)
-    yield from _rope_numbers(kind, rope)
+    yield from _rope_numbers(kind, rope, YARN_OF_GPT_OSS if model.family == GPT_OSS else ROPE_NUMBERS.get(kind, ()))
     if kind == "yarn":
         # vLLM and transformers read these differently; of latent attention the pair of mscale needs both numbers, or none
         for name in ("attention_factor", "truncate") if is_latent else ("attention_factor", "mscale", "mscale_all_dim"):
@@ -256,9 +293,9 @@ def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
             yield Unsupported("partial_rotary_factor", partial, "the engine cannot rotate this part of a head", OTHER_MODEL)
 
 
-def _rope_numbers(kind: str, rope: dict[str, Any]) -> Iterator[Unsupported]:
+def _rope_numbers(kind: str, rope: dict[str, Any], numbers: tuple[str, ...]) -> Iterator[Unsupported]:
     factor, low, high = (rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    for name in ROPE_NUMBERS.get(kind, ()):
+    for name in numbers:
         if type(rope.get(name)) not in (int, float):
             yield Unsupported(name, rope.get(name), f"the rope type {kind} needs a number", OTHER_MODEL)
     if kind != "default" and isinstance(factor, int | float) and factor <= 0:

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from bridge.layout.manifest import ITEM_BYTES
 from engine.attention.windows import DELTA, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, LATENT_FAMILIES, MOE_FAMILIES
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, GPT_OSS, LATENT_FAMILIES, MOE_FAMILIES
+from engine.folder import VISION_LANGUAGE, inside, own_fields
 from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.models.declared import declared_fields
 from megasync.models.features import unsupported
@@ -23,6 +24,7 @@ from megasync.models.model_shape import ModelShape
 from megasync.models.tensors import DOWNLOAD, INDEX, check_tensors, read_index
 
 DOWNLOAD_REMEDY = DOWNLOAD
+CHOICES = (*FAMILIES, *VISION_LANGUAGE)  # of `model_type`
 LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
 OPTIONAL_SIZES = (
@@ -48,14 +50,8 @@ OTHER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # of fields that a fam
     "type": ((str, type(None)), "a text"),
 }
 MIN_VALUES = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
-TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # published with vision layers: their text models
-TEXT_ALONE = (  # transformers 5.19 saves what it has loaded by the names of the folder, with those of vision layers' text
-    "write its text model: held = AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto'); "
-    "text = AutoModelForCausalLM.from_config(held.config, dtype=held.dtype); text.load_state_dict(held.state_dict()); "
-    "text.save_pretrained(TEXT); FOLDER is "
-)
 REFUSED_FAMILIES = {  # mbridge knows them, and the engine would compute them wrongly
-    **dict.fromkeys(("gemma3", "glm4v", "glm4v_moe", "internvl_chat", "qwen2_5_vl", *TEXT_OF), "vision layers"),
+    **dict.fromkeys(("gemma3", "glm4v", "glm4v_moe", "internvl_chat", "qwen2_5_vl"), "vision layers"),
     "mimo": "multi-token prediction (num_nextn_predict_layers)",
 }
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -66,7 +62,7 @@ def check_model_folder(folder: str | Path) -> ModelShape:
     """ConfigError names the folder or file, the fault and the remedy."""
     shape = check_model_config(Path(folder))
     check_weights(Path(folder))
-    check_tensors(Path(folder), shape, _read_model_config(Path(folder) / "config.json"))
+    check_tensors(Path(folder), shape, model_fields(folder))
     return shape
 
 
@@ -80,7 +76,7 @@ def check_model_config(folder: Path) -> ModelShape:
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
     check_links(folder)
     path = folder / "config.json"
-    shape, fields = model_shape(folder), _read_model_config(path)
+    shape, fields = model_shape(folder), model_fields(folder)
     _check_types(path, fields)
     if found := unsupported(shape, fields):
         raise ConfigError(f"{path}: {found.field} = {found.value!r}: {found.why}", remedy=found.remedy)
@@ -97,15 +93,41 @@ def most_parameters(folder: Path) -> int:
 
 def model_shape(folder: str | Path) -> ModelShape:
     """ConfigError where config.json is missing or of an architecture that the engine does not know."""
+    return _read_shape(Path(folder) / "config.json", model_fields(folder))
+
+
+def is_vision_language(folder: str | Path) -> bool:
+    """Whether it is a model's folder, and has vision layers."""
     path = Path(folder) / "config.json"
-    return _read_shape(path, _read_model_config(path))
+    return path.is_file() and read_json_object(path).get("model_type") in VISION_LANGUAGE
 
 
-def _read_model_config(path: Path) -> dict[str, Any]:
+def model_fields(folder: str | Path) -> dict[str, Any]:
+    """The language model's fields of config.json (engine/folder.py). ConfigError where it is missing, or one for them is."""
+    path = Path(folder) / "config.json"
     if not path.is_file():
         message = f"model.path = {path.parent}: the folder holds no config.json"
         raise ConfigError(message, holds=_holds(path.parent), remedy=_folder_remedy(path.parent))
-    return read_json_object(path)
+    fields = read_json_object(path)
+    if fields.get("model_type") in VISION_LANGUAGE:
+        _check_nested(path, fields)
+    return own_fields(fields)
+
+
+def _check_nested(path: Path, fields: dict[str, Any]) -> None:
+    """ConfigError where a vision-language model's config.json lacks a part, or the parts do not fit."""
+    family, tied = inside(fields["model_type"]).family, "tie_word_embeddings"
+    for name in ("text_config", "vision_config"):
+        if not isinstance(fields.get(name), dict):
+            message = f"{path}: {name} = {fields.get(name)!r}: an object is expected of a {fields['model_type']}"
+            raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+    text = fields["text_config"]
+    if text.get("model_type", family) != family:
+        message = f"{path}: text_config.model_type = {text['model_type']!r}: {family} is expected"
+        raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+    if fields.get(tied, text.get(tied, False)) != text.get(tied, False):
+        message = f"{path}: {tied} = {fields[tied]}: text_config has {text.get(tied, False)}"
+        raise ConfigError(message, remedy=f"write the one that the model was trained with into both: {DOWNLOAD_REMEDY}")
 
 
 def _folder_remedy(folder: Path) -> str:
@@ -132,12 +154,12 @@ def read_json_object(path: Path, remedy: str = DOWNLOAD_REMEDY) -> dict[str, Any
 def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     family = fields.get("model_type")
     if family not in FAMILIES:
-        feature, text = REFUSED_FAMILIES.get(str(family)), TEXT_OF.get(str(family), "")
+        feature = REFUSED_FAMILIES.get(str(family))
         raise ConfigError(
             f"{path}: model_type = {family!r}: the engine has no {feature or 'such architecture'}",
-            choices=", ".join(FAMILIES),
-            nearest=text if feature else nearest_name(str(family), FAMILIES),
-            remedy=f"{TEXT_ALONE}{path.parent}" if text else "set model.path to a model of one of these",
+            choices=", ".join(CHOICES),
+            nearest="" if feature else nearest_name(str(family), CHOICES),
+            remedy="set model.path to a model of one of these",
         )
     sizes: dict[str, int] = {}
     for name, size in _given_sizes(family, fields).items():
@@ -156,7 +178,7 @@ def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of ModelShape that this family has, by ModelShape's names; transformers' defaults where config.json has none."""
     declared, is_latent = declared_fields(family), family in LATENT_FAMILIES
     others = {"num_key_value_heads": "num_attention_heads", "num_experts": "num_local_experts"}  # as transformers 5 writes it
-    others |= {"moe_intermediate_size": "intermediate_size"} if family == "mixtral" else {}
+    others |= {"moe_intermediate_size": "intermediate_size"} if family in ("mixtral", GPT_OSS) else {}
     others |= {"num_experts": "n_routed_experts"} if family in BIASED_ROUTERS else {}
     others |= {"intermediate_size": "moe_intermediate_size"} if family == "qwen3_5_moe_text" else {}
     defaults = {name: declared[name].default for name in DEFAULT_SIZES if name in declared}

@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bridge.layout.manifest import TensorSpec, read_folder_manifest
 from engine.attention.windows import DELTA, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS
+from engine.folder import VISION, VISION_LANGUAGE, fused_part, key_of, places, read_model_type
 from megasync.config.errors import ConfigError, some
 from megasync.models.model_shape import ModelShape
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that are no other numbers than they seem
 EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
-WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe", GEMMA, *DELTA_FAMILIES)
+WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe", "seed_oss", GPT_OSS), ("qwen3", "qwen3_moe", GEMMA, *DELTA_FAMILIES)
+PACKED = ("_blocks", "_scales")  # of MXFP4: 4-bit numbers, one scale for each BLOCK of them
+BLOCK = 32
 INDEX = "model.safetensors.index.json"
 DOWNLOAD = "download the model again: hf download NAME --local-dir FOLDER"
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
@@ -33,32 +36,63 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
     predict further tokens.
     """
-    held, index = _held(folder), read_index(folder)
-    check_held(folder, {name: spec.shape for name, spec in held.items()}, shape, fields)
-    expected, is_tied = expected_tensors(shape, fields), _is_tied(shape, fields)
-    unnamed = [name for name in expected if index and name not in index and not (is_tied and name == TIED_HEAD)]
-    if unnamed:
+    keys, index, model_type = _held(folder), read_index(folder), read_model_type(folder)
+    _check_fused(folder, keys, shape, model_type)
+    own = places({key: spec.shape for key, spec in keys.items()}, model_type)
+    shapes = {name: place.shape for name, place in own.items()}
+    check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, model_type))
+    expected = [name for name in expected_tensors(shape, fields) if name in own]
+    needed = [own[name].key for name in expected if not (name == TIED_HEAD and _is_tied(shape, fields))]
+    if index and (unnamed := [key for key in needed if key not in index]):
         message = f"{folder / INDEX}: leaves out {len(unnamed)} tensors that its files hold"
         raise ConfigError(message, left_out=some(unnamed), remedy=f"take weights and index of one download: {DOWNLOAD}")
-    if wrong := [f"{name} ({spec.dtype})" for name, spec in held.items() if name in expected and spec.dtype not in DTYPES]:
+    kinds = {own[name].key: name for name in expected}
+    if wrong := [f"{key} ({keys[key].dtype})" for key, name in kinds.items() if not _is_trained(name, keys[key].dtype)]:
         message = f"{folder}: {len(wrong)} tensors are not of a dtype that can be trained"
         remedy = "take a folder whose weights are not quantised, or convert them, with their scales, to bfloat16"
         raise ConfigError(message, tensors=some(wrong, 3), choices=", ".join(DTYPES), remedy=remedy)
+    if model_type in VISION_LANGUAGE and not any(key.startswith(VISION) for key in keys):
+        message = f"{folder}: the weights hold no tensor {VISION}*, and config.json has a vision_config"
+        raise ConfigError(message, remedy=OTHER_CONFIG)
 
 
-def check_held(place: Path | str, held: Shapes, shape: ModelShape, fields: Mapping[str, Any], remedy: str = OTHER_CONFIG) -> None:
-    """The same of tensors by their names and shapes, which come from `place`."""
+def _is_trained(name: str, dtype: str) -> bool:
+    """Whether the tensor's numbers can be trained, or stand for such."""
+    return dtype in (("uint8",) if name.endswith(PACKED) else DTYPES)
+
+
+def _check_fused(folder: Path, keys: Mapping[str, TensorSpec], shape: ModelShape, model_type: str) -> None:
+    """Of tensors of all experts of a layer."""
+    experts, size, hidden = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size
+    sizes = {"gate_up_proj": (experts, 2 * size, hidden), "down_proj": (experts, hidden, size)}
+    for key, spec in keys.items():
+        fused = fused_part(key, model_type)
+        if fused and experts and spec.shape != sizes[fused[2]]:
+            message = f"{folder}: {key} has the shape {list(spec.shape)}, and by config.json {list(sizes[fused[2]])}"
+            raise ConfigError(message, remedy=OTHER_CONFIG)
+
+
+def check_held(
+    place: Path | str,
+    held: Shapes,
+    shape: ModelShape,
+    fields: Mapping[str, Any],
+    remedy: str = OTHER_CONFIG,
+    *,
+    key_of: Callable[[str], str] = str,
+) -> None:
+    """The same of tensors by their own names (engine/folder.py) and shapes, which come from `place`; `key_of`: names there."""
     expected = expected_tensors(shape, fields)
     is_tied = _is_tied(shape, fields)
     if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
         message = f"{place}: the weights lack {len(missing)} of the tensors that config.json asks for"
-        raise ConfigError(message, missing=some(missing), remedy=remedy)
+        raise ConfigError(message, missing=some(map(key_of, missing)), remedy=remedy)
     for name, size in expected.items():
         if held.get(name, size) != size:
-            message = f"{place}: {name} has the shape {list(held[name])}, and by config.json {list(size)}"
+            message = f"{place}: {key_of(name)} has the shape {list(held[name])}, and by config.json {list(size)}"
             raise ConfigError(message, remedy=remedy)
     own = (name for name in held if not name.endswith(FREQUENCIES) and not _is_after(name, shape.num_hidden_layers, fields))
-    if unknown := [name for name in own if name not in expected]:
+    if unknown := [key_of(name) for name in own if name not in expected]:
         message = f"{place}: the weights hold {len(unknown)} tensors that {shape.model_type} with this config.json does not have"
         raise ConfigError(message, tensors=some(unknown), remedy=remedy)
 
@@ -84,8 +118,14 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def num_parameters(folder: Path) -> int:
-    """By the headers of its weights. ValueError as `read_folder_manifest`."""
-    return sum(math.prod(spec.shape) for spec in read_folder_manifest(folder).tensors)
+    """The language model's, by the headers of the weights. ValueError as `read_folder_manifest`."""
+    return sum(math.prod(shape) for shape in own_shapes(folder).values())
+
+
+def own_shapes(folder: Path) -> Shapes:
+    """Of the language model's tensors, by their own names. ValueError as `read_folder_manifest`."""
+    shapes = {spec.name: spec.shape for spec in read_folder_manifest(folder).tensors}
+    return {name: place.shape for name, place in places(shapes, read_model_type(folder)).items()}
 
 
 def _held(folder: Path) -> dict[str, TensorSpec]:
@@ -131,6 +171,8 @@ def _attention(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
         found |= {f"self_attn.{name}_proj.bias": (number,) for name, number in rows.items()}
     if family in WITH_QK_NORMS or (family == "glm4_moe" and fields.get("use_qk_norm")):
         found |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    if family == GPT_OSS:
+        found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (shape.num_attention_heads,)}
     return found
 
 
@@ -138,8 +180,10 @@ def _delta_net(shape: ModelShape) -> Shapes:
     hidden, heads = shape.hidden_size, shape.linear_num_value_heads
     keys, values = shape.linear_num_key_heads * shape.linear_key_head_dim, heads * shape.linear_value_head_dim
     mixed = 2 * keys + values
-    found: Shapes = {"in_proj_qkv.weight": (mixed, hidden), "in_proj_z.weight": (values, hidden)}
-    found |= {"in_proj_b.weight": (heads, hidden), "in_proj_a.weight": (heads, hidden), "out_proj.weight": (hidden, values)}
+    inputs = {"qkv": mixed, "z": values, "b": heads, "a": heads}
+    inputs = {"qkvz": mixed + values, "ba": 2 * heads} if shape.model_type == "qwen3_next" else inputs
+    found: Shapes = {f"in_proj_{part}.weight": (rows, hidden) for part, rows in inputs.items()}
+    found["out_proj.weight"] = (hidden, values)
     found |= {"conv1d.weight": (mixed, 1, shape.linear_conv_kernel_dim), "norm.weight": (shape.linear_value_head_dim,)}
     return {f"linear_attn.{name}": size for name, size in (found | {"A_log": (heads,), "dt_bias": (heads,)}).items()}
 
@@ -173,6 +217,8 @@ def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
         sizes = {"w1": (size, hidden), "w2": (hidden, size), "w3": (size, hidden)}
         found: Shapes = {f"experts.{one}.{name}.weight": each for one in experts for name, each in sizes.items()}
         return {f"block_sparse_moe.{name}": each for name, each in ({"gate.weight": (shape.num_experts, hidden)} | found).items()}
+    if family == GPT_OSS:
+        return _stacked_experts(shape, is_packed=bool(fields.get("quantization_config")))
     found = {"mlp.gate.weight": (shape.num_experts, hidden)}
     for one in experts:
         found |= _feed_forward(f"mlp.experts.{one}.", size, hidden)
@@ -186,10 +232,22 @@ def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     return found
 
 
+def _stacked_experts(shape: ModelShape, *, is_packed: bool) -> Shapes:
+    """Of gpt-oss; `is_packed`: in MXFP4 (engine/model/families/mxfp4.py)."""
+    number, hidden, size = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
+    found: Shapes = {"mlp.router.weight": (number, hidden), "mlp.router.bias": (number,)}
+    for name, (into, out) in {"gate_up_proj": (hidden, 2 * size), "down_proj": (size, hidden)}.items():
+        found[f"mlp.experts.{name}_bias"] = (number, out)
+        if is_packed:
+            found[f"mlp.experts.{name}_blocks"] = (number, out, into // BLOCK, BLOCK // 2)
+            found[f"mlp.experts.{name}_scales"] = (number, out, into // BLOCK)
+        else:
+            found[f"mlp.experts.{name}"] = (number, into, out)
+    return found
+
+
 def _is_after(name: str, num_layers: int, fields: Mapping[str, Any]) -> bool:
     """Whether it is of a layer that predicts further tokens (multi-token prediction)."""
-    if name.startswith("mtp."):
-        return fields.get("model_type") in DELTA_FAMILIES
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     predicts = any(fields.get(key) for key in ("num_nextn_predict_layers", "num_mtp_layers"))
     return predicts and layer is not None and int(layer[1]) >= num_layers

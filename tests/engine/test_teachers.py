@@ -52,6 +52,7 @@ def teachers(model: str, other: str, adapter: str) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.long
 def test_a_teacher_is_the_same_in_every_layout(model: str, other: str, adapter: str) -> None:
     """All that is logged, to 1e-5, over two steps of two mini-batches, as on one rank; asked in the rollout or in the trainer."""
     common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}

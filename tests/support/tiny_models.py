@@ -8,18 +8,26 @@ Leaves out anything trained: the models speak gibberish, but a wrong weight chan
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,16 +40,28 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
+from engine.config import DELTA_FAMILIES
+from engine.model.families import kimi_k2
+
+kimi_k2.register_model()
 VOCABULARY_SIZE = 128
 FAMILIES = {
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -51,12 +71,22 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "kimi_k2": (kimi_k2.KimiK2Config, AutoModelForCausalLM._model_mapping[kimi_k2.KimiK2Config]),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
+WITH_VISION: dict[str, tuple[str, Any, Any]] = {  # the language model's family, and classes
+    "qwen3_5": ("qwen3_5_text", Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": ("qwen3_5_moe_text", Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16, "patch_size": 4}
 LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -79,22 +109,20 @@ DELTA = {  # every second layer has attention
 EXPERTS = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 BIASED = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
 BIASED |= {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
+LATENT = {  # queries and keys of 40, of which 16 are turned, and values of 20
+    **BIASED,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}
 FIELDS: dict[str, dict[str, object]] = {  # of config.json, where a family's differ from the others'
-    "deepseek_v3": {
-        **BIASED,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        # queries and keys of 40, of which 16 are turned, and values of 20
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 24,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 20,
-        "num_key_value_heads": 4,
-    },
+    "deepseek_v3": {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "gemma3_text": {  # every second layer slides, by frequencies of its own
         "query_pre_attn_scalar": 24,
         "sliding_window": 8,
@@ -105,13 +133,24 @@ FIELDS: dict[str, dict[str, object]] = {  # of config.json, where a family's dif
         },
     },
     "glm4_moe": {**BIASED, "attention_bias": True},
+    "glm4_moe_lite": {**LATENT, "rms_norm_eps": 1e-6},
+    "gpt_oss": {  # every second layer slides
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+    "kimi_k2": {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "mixtral": {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 96},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 96},
 }
-WITHOUT_HEAD_DIM = ("deepseek_v3", "qwen2", "qwen2_moe")
+WITHOUT_HEAD_DIM = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen2", "qwen2_moe")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -127,7 +166,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **config: object) -> PreTrainedModel:
     """4 layers, hidden 128, 4 heads of 32, 2 KV heads; `config` overrides fields of the Hugging Face config."""
-    config_class, model_class = FAMILIES[family]
+    (text, *_), (config_class, model_class) = WITH_VISION.get(family, (family,)), FAMILIES.get(family) or WITH_VISION[family][1:]
     fields: dict[str, object] = {
         "vocab_size": VOCABULARY_SIZE,
         "hidden_size": 128,
@@ -144,15 +183,19 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     }
     if family in WITHOUT_HEAD_DIM:
         del fields["head_dim"]
-    fields |= copy.deepcopy(FIELDS.get(family, {}))  # transformers adds to rope_parameters
+    fields |= copy.deepcopy(FIELDS.get(text, {}))  # transformers adds to rope_parameters
     fields |= copy.deepcopy(config)
+    if family in WITH_VISION:
+        vision = {**VISION, "out_hidden_size": fields["hidden_size"]}
+        fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        # vision layers last: the others have the values that they have in a folder of their own
+        for name, parameter in sorted(model.named_parameters(), key=lambda item: ".visual." in item[0]):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            is_centred = family == "gemma3_text" or ("qwen3_5" in family and "linear_attn" not in name)
+            is_centred = family == "gemma3_text" or (text in DELTA_FAMILIES and "linear_attn" not in name)
             center = 0.0 if is_centred else 1.0  # of the weights of norms
             parameter.copy_(center + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
         for module in model.to(dtype).modules():
@@ -174,6 +217,32 @@ def write_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     build_tiny_model(family, tied, seed, dtype, **config).save_pretrained(folder)
     write_tokenizer(folder)
+    return folder
+
+
+def publish(folder: Path) -> Path:
+    """Rewrite a folder of "qwen3_5" or "qwen3_5_moe" as those on the hub are; returns it.
+
+    A tensor of all experts of a layer, few numbers in float32, a layer that predicts further tokens, rotary embeddings of images.
+    """
+    tensors, path = load_file(folder / "model.safetensors"), folder / "config.json"
+    fields = json.loads(path.read_text())
+    text = fields["text_config"]
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    text |= {"mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "attn_output_gate": True, "dtype": fields["dtype"]}
+    for name in [name for name in tensors if name.endswith(("A_log", "linear_attn.norm.weight"))]:
+        tensors[name] = tensors[name].float()
+    for layer in range(text["num_hidden_layers"] if "num_experts" in text else 0):
+        experts = f"model.language_model.layers.{layer}.mlp.experts."
+        parts = {
+            part: torch.stack([tensors.pop(f"{experts}{number}.{part}_proj.weight") for number in range(text["num_experts"])])
+            for part in ("gate", "up", "down")
+        }
+        tensors[f"{experts}gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+        tensors[f"{experts}down_proj"] = parts["down"]
+    tensors["mtp.fc.weight"] = torch.ones(text["hidden_size"], 2 * text["hidden_size"]).to(getattr(torch, fields["dtype"]))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path.write_text(json.dumps(fields))
     return folder
 
 

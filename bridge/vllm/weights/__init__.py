@@ -3,6 +3,7 @@
 adapter.py   LoRA adapters that vLLM serves beside the base weights
 delta.py     gated delta nets: fused projections, packed convolutions
 experts.py   fused experts: where each expert's linears lie
+gpt_oss.py   gpt-oss: its names, sinks, experts in one tensor
 latent.py    multi-latent attention: what vLLM derives from its weights
 readback.py  parameters back into Hugging Face names and layout
 reload.py    layers whose weights vLLM transforms after loading

@@ -28,7 +28,8 @@ def engine_arguments(model_path: str) -> dict[str, Any]:
     For these layers it needs prompts in chunks (model_executor/models/config.py:MambaModelConfig), which are off there (api.py).
     """
     path = Path(model_path) / "config.json"
-    has_delta_nets = path.is_file() and "linear_num_value_heads" in json.loads(path.read_text(encoding="utf-8"))
+    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    has_delta_nets = "linear_num_value_heads" in fields.get("text_config", fields)
     return {"enable_prefix_caching": False} if has_delta_nets and not torch.cuda.is_available() else {}
 
 

@@ -67,15 +67,7 @@ def slices(path: str, layer: Any, name: str) -> Iterator[tuple[str, tuple[int, i
     Raises:
         ValueError: the experts lie in an order that is not known here, or some are on other workers.
     """
-    names = hf_names(path, layer, name)
-    problem = transformation(layer) if not _unpacks(layer) else None
-    if layer.local_num_experts != layer.global_num_experts:
-        problem = "this worker holds some of the experts only"
-    if problem is not None:
-        raise ValueError(f"read-back of {names[0]}: {problem}; set sync.verify to digest")
-    weight = getattr(layer, name).detach()
-    if _unpacks(layer):
-        weight = _unpacked(weight, layer.quant_method.moe_kernel.fused_experts.isa)
+    names, weight = hf_names(path, layer, name), loaded(path, layer, name)
     size, rank = layer.intermediate_size_per_partition, layer.moe_config.tp_rank
     parts = iter(names)
     for expert in weight:
@@ -84,6 +76,23 @@ def slices(path: str, layer: Any, name: str) -> Iterator[tuple[str, tuple[int, i
                 yield next(parts), (rank * size, 0), half[:size]
         else:
             yield next(parts), (0, rank * size), expert[:, :size]
+
+
+def loaded(path: str, layer: Any, name: str) -> torch.Tensor:
+    """Parameter `name` of the layer at `path` as it was loaded.
+
+    Raises:
+        ValueError: the experts lie in an order that is not known here, or some are on other workers.
+    """
+    problem = transformation(layer) if not _unpacks(layer) else None
+    if layer.local_num_experts != layer.global_num_experts:
+        problem = "this worker holds some of the experts only"
+    if problem is not None:
+        raise ValueError(f"read-back of {path}.{name}: {problem}; set sync.verify to digest")
+    weight: torch.Tensor = getattr(layer, name).detach()
+    if name.endswith("weight") and _unpacks(layer):
+        return _unpacked(weight, layer.quant_method.moe_kernel.fused_experts.isa)
+    return weight
 
 
 def _unpacks(layer: Any) -> bool:

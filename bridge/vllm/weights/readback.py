@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import TIED_HEAD, TensorSpec
 from bridge.layout.shards import Part, assemble_one
-from bridge.vllm.weights import delta, experts, latent
+from bridge.vllm.weights import delta, experts, gpt_oss, latent
 
 IDENTITY_ROWS = 1024
 MAX_PROBLEMS = 5
@@ -51,20 +51,21 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
     Raises:
         ValueError: a layer of a kind that is not known here.
     """
+    is_gpt_oss = gpt_oss.is_model(model)
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
         if delta.is_delta_net(module):
             yield from (part for part in delta.slices(path, module) if wanted(part[0]))
+        yield from (part for part in gpt_oss.sinks(path, module) if wanted(part[0]))
         if not names or path.endswith(("attn", f"linear_attn.{delta.CONVOLUTION}")):
             continue
         if experts.is_fused_experts(module):
             for name in names:
-                if any(wanted(hf_name) for hf_name in experts.hf_names(path, module, name)):
-                    yield from experts.slices(path, module, name)
+                yield from _expert_slices(path, module, name, wanted)
             continue
-        parent, _, last = path.rpartition(".")
-        hf_paths = [f"{parent}.{part}" for part in packed[last]] if last in packed else [path]
+        parent, _, last = (gpt_oss.hf_path(path) if is_gpt_oss else path).rpartition(".")
+        hf_paths = [f"{parent}.{part}".removeprefix(".") for part in packed.get(last) or [last]]
         for name in names:
             full_names = [f"{hf_path}.{name}" for hf_path in hf_paths]
             if any(wanted(full_name) for full_name in full_names):
@@ -74,6 +75,15 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
     head = getattr(model, "lm_head", None)
     if type(head).__name__ == "VocabParallelEmbedding" and wanted(TIED_HEAD):
         yield _vocabulary_rows(head, TIED_HEAD, unpacked_weight(head))  # in 0.26 a tied head is the embedding itself
+
+
+def _expert_slices(path: str, layer: Any, name: str, wanted: Callable[[str], bool]) -> Iterator[Slice]:
+    """Of parameter `name` of the fused experts at `path`."""
+    if gpt_oss.is_stack(layer):
+        if wanted(gpt_oss.stack_name(path, name)):
+            yield gpt_oss.stack_slice(path, layer, name, experts.loaded(path, layer, name))
+    elif any(wanted(hf_name) for hf_name in experts.hf_names(path, layer, name)):
+        yield from experts.slices(path, layer, name)
 
 
 def _layer_slices(layer: Any, name: str, hf_names: list[str]) -> Iterator[Slice]:

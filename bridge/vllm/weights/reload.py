@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.vllm.weights import delta, experts, latent
+from bridge.vllm.weights import delta, experts, gpt_oss, latent
 
 # the first two on CUDA, the others everywhere leave weights alone
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "ExactLinearMethod", "ExactEmbeddingMethod")
@@ -120,5 +120,6 @@ def unloaded_layers(model: torch.nn.Module) -> list[str]:
 
 def load_stream(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
     """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say."""
+    weights = gpt_oss.by_expert(weights) if gpt_oss.is_model(model) else weights
     loaded: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
     return None if loaded is None else experts.parameter_names(loaded)

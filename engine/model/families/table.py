@@ -5,27 +5,34 @@ Leaves out what all families' layers have (build.py) and rotary embeddings (rope
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA
-from engine.model.families import gemma, qwen3_5
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS
+from engine.model.families import gemma, gpt_oss, kimi_k2, qwen3_5
+from engine.model.families import qwen3_next  # noqa: F401 - it registers a bridge
 from engine.runtime import workarounds
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
-BRIDGE_OF = {"mistral": "llama", GEMMA: "qwen3"}  # families that mbridge does not list: with another's layers and names
+# families that mbridge does not list: with another's layers and names
+BRIDGE_OF = {"mistral": "llama", "seed_oss": "qwen2", GEMMA: "qwen3", "glm4_moe_lite": "deepseek_v3", kimi_k2.NAME: "deepseek_v3"}
 NAMES = {GEMMA: gemma.NAMES}  # or most of them: what to add to its tables
-LAYERS = {GEMMA: gemma.use_layers, **dict.fromkeys(DELTA_FAMILIES, qwen3_5.use_layers)}  # with layers of their own
+# families with layers of their own
+LAYERS: dict[str, Callable[[Any, Any, int], None]] = {GEMMA: gemma.use_layers, GPT_OSS: gpt_oss.use_layers}
+LAYERS |= dict.fromkeys(DELTA_FAMILIES, qwen3_5.use_layers)
 
 
 def complete(hf_config: Any) -> None:
     """Set the fields that mbridge and the engine read, where this family or version of transformers has them otherwise."""
     hf_config.rope_theta = workarounds.rope_theta(hf_config)
     hf_config.head_dim = workarounds.head_dim(hf_config)
-    if hf_config.model_type == "mixtral":
+    if hf_config.model_type in ("mixtral", GPT_OSS):
         hf_config.moe_intermediate_size = hf_config.intermediate_size
-        hf_config.norm_topk_prob = True  # transformers 5.19, modeling_mixtral.py:MixtralTopKRouter
+        hf_config.norm_topk_prob = True  # transformers 5.19, modeling_mixtral.py:MixtralTopKRouter, and gpt_oss
     if hf_config.model_type in BIASED_ROUTERS:
         hf_config.num_experts = hf_config.n_routed_experts
+    if hf_config.model_type == "glm4_moe_lite":
+        hf_config.first_k_dense_replace = hf_config.mlp_layer_types.count("dense")
     if hf_config.model_type == "qwen3_5_moe_text":
         hf_config.intermediate_size = hf_config.moe_intermediate_size  # of dense layers; the model has none
         hf_config.norm_topk_prob = True  # transformers 5.19, modeling_qwen3_5_moe.py:Qwen3_5MoeTopKRouter

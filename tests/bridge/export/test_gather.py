@@ -30,6 +30,7 @@ class Item(NamedTuple):
     shard_dim: int | None = None
     adapter: Adapter | None = None
     expert_names: tuple[str, ...] = ()
+    is_stack: bool = False
 
 
 class Conversions:

@@ -90,6 +90,7 @@ def is_over(pid: int) -> bool:
 
 def test_every_thread_of_a_family_gets_a_lower_priority_and_none_a_higher_one(family: subprocess.Popen[str]) -> None:
     tick(family)
+    until(lambda: len(lasting(family.pid)) == 2)
     os.setpriority(os.PRIO_PROCESS, family.pid, 15)
     processes.lower_priority(family.pid, 10)
     tasks = {

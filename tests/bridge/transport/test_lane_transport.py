@@ -58,6 +58,6 @@ def test_a_reader_that_is_killed_is_named_by_who_sends_to_it_and_who_waits_behin
         seen = lanes.results([1, 2][: num_readers - 1])
         assert any("replica 0 worker 0" in text for text in seen), seen
         assert all("replica 0 worker 0" in text or "lane 0 of 2 of stage 0, from trainer rank 0" in text for text in seen), seen
-        assert "replica 0 worker 0" in lanes.seen(0)
+        assert "replica 0 worker 0" in lanes.reported(0)
     finally:
         lanes.close()

@@ -115,7 +115,7 @@ def disagreement(model: torch.nn.Module) -> str:
 def windows(model: torch.nn.Module) -> tuple[int, ...]:
     """Of each layer how many tokens it attends to; 0: all, or there is no attention of heads."""
     layers: Any = model.get_submodule("model.layers")
-    found = (getattr(getattr(layer, "self_attn", None), "attn", None) for layer in layers)
+    found = (getattr(getattr(layer, "self_attn", None) or getattr(layer, "attn", None), "attn", None) for layer in layers)
     return tuple(0 if attention is None else max(0, attention.impl.sliding_window) for attention in found)
 
 
@@ -130,6 +130,9 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             plan = bake(manifest, model, model.load_weights, reload.transformation(model), latent.is_derived)
         tensors = load_file(Path(after) / "model.safetensors")
         scatter_all(plan, tensors)
+        unplanned = [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None]
+        if unplanned:  # what vLLM's own loader gets, which may write to it
+            reload.load_stream(model, [(name, tensors[name].clone()) for name in unplanned])
         said = stale(model)
         latent.renew(model)
         fresh = build_model(after, tensor_parallel)[1]
@@ -139,7 +142,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "stale": said,
             "problem": latent.problem(model),
             "fallback": plan.loader_fallback,
-            "unplanned": [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None],
+            "unplanned": unplanned,
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
             "num_parameters": len(loaded),
             "windows": windows(model),

@@ -42,7 +42,7 @@ def test_attention_within_a_window_is_that_of_each_sequence_alone(lengths: list[
     from engine.batch.packed import PackedSequences
 
     size = (window - 1, 0) if window else None
-    config = SimpleNamespace(no_rope_freq=None, window_size=size, window_attn_skip_freq=[0, 1])
+    config = SimpleNamespace(no_rope_freq=None, window_size=size, window_attn_skip_freq=[0, 1], softmax_type="vanilla")
     attention = CoreAttention(config, 1 + is_second, None, "self")
     *mine, seed = inputs(lengths, 8, "cpu", torch.float32)
     theirs = [x.double().requires_grad_() for x in mine]
@@ -128,7 +128,8 @@ def test_float32_on_a_gpu_is_exact_and_holds_no_scores(size: int, value_size: in
     from engine.batch.packed import PackedSequences
 
     lengths = [4096, 3000, 7]
-    config = SimpleNamespace(no_rope_freq=None, window_size=(window - 1, 0) if window else None, window_attn_skip_freq=[1])
+    sliding = {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": [1]}
+    config = SimpleNamespace(no_rope_freq=None, softmax_type="vanilla", **sliding)
     attention = CoreAttention(config, 1, None, "self")
     query, key, value, seed = inputs(lengths, size, "cuda", torch.float32)
     mine = [x.clone().requires_grad_() for x in (query, key, value[..., :value_size])]

@@ -17,6 +17,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
 EXPERTS = {"family": "qwen3_moe", "load_balancing": 0.1}  # the loss is one of micro-batches: not the same on more data ranks
 LATENT = {"family": "deepseek_v3", "load_balancing": 0.1, "router_bias_update_rate": 0.01}
 BIASED = {**LATENT, "family": "glm4_moe"}
+SINKS = {"family": "gpt_oss", "load_balancing": 0.1}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"context": 2, "fusions": "all", "logits_chunk_tokens": 16, "recompute": "full", "recompute_inputs": "host"},
@@ -25,6 +26,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {**EXPERTS, "context": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp", "lora": LORA},
         {**LATENT, "context": 2, "wrap": "megatron_fsdp"},
         {**BIASED, "context": 2, "expert": 2, "context_attention": "ulysses"},
+        {**SINKS, "context": 2},
+        {**SINKS, "context": 2, "expert": 2, "context_attention": "ulysses", "wrap": "megatron_fsdp"},
     ],
     4: [
         {"family": "qwen3_moe", "context": 2, "expert": 4, "context_attention": "ulysses", "wrap": "megatron_fsdp"},
@@ -46,6 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3_moe": str(write_tiny_model(root / "experts", "qwen3_moe", num_hidden_layers=1)),
         "deepseek_v3": str(write_tiny_model(root / "latent", "deepseek_v3", num_hidden_layers=2)),
         "glm4_moe": str(write_tiny_model(root / "biased", "glm4_moe", num_hidden_layers=2)),
+        "gpt_oss": str(write_tiny_model(root / "sinks", "gpt_oss")),
     }
 
 
@@ -57,7 +61,7 @@ def case_of(models: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(models: dict[str, str]) -> dict[str, dict[str, Any]]:
     """One rank, by what is computed."""
-    layouts = [{}, {"lora": LORA}, {"family": "qwen3_moe"}, EXPERTS, {**EXPERTS, "lora": LORA}, LATENT, BIASED]
+    layouts = [{}, {"lora": LORA}, {"family": "qwen3_moe"}, EXPERTS, {**EXPERTS, "lora": LORA}, LATENT, BIASED, SINKS]
     cases = [case_of(models, layout) for layout in layouts]
     results = run_ranks(1, "tests.engine.attention.context_cases:steps", {"cases": cases})[0]
     return {computed(case): result for case, result in zip(cases, results, strict=True)}

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bridge.vllm.weights import experts
+from engine.sample import Sample
+from tests.engine.engine_cases import random_samples
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import LLAMA3, YARN, write_tiny_model
+from tests.support.tiny_models import LLAMA3, YARN, publish, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # samples have up to 38 tokens
@@ -34,6 +36,13 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
     "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
     "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
+    "glm4_moe_lite": ("glm4_moe_lite", False, {**GROUPS, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "glm4_moe_lite, expert": ("glm4_moe_lite", False, {"q_lora_rank": None, "mlp_layer_types": ["sparse"] * 2}),
+    "glm4_moe_lite, stages": ("glm4_moe_lite", False, {"num_nextn_predict_layers": 1, "n_shared_experts": 2}),
+    "gpt_oss": ("gpt_oss", False, {"swiglu_limit": 0.5}),
+    "gpt_oss, expert": ("gpt_oss", False, {}),
+    "gpt_oss, stages": ("gpt_oss", False, {}),
+    "kimi_k2": ("kimi_k2", False, {"rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0}}),
     "llama": ("llama", True, {"rope_parameters": LLAMA3}),
     "llama, linear": ("llama", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
     "mistral": ("mistral", False, {"sliding_window": None}),
@@ -49,7 +58,11 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3_5_text, stages": ("qwen3_5_text", False, {"num_hidden_layers": 4}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", False, {}),
     "qwen3_5_moe_text, expert": ("qwen3_5_moe_text", False, {}),
+    "qwen3_5_moe, published": ("qwen3_5_moe", False, {}),
     "qwen3_moe": ("qwen3_moe", False, WINDOW),
+    "qwen3_next": ("qwen3_next", True, {"linear_num_key_heads": 4, "norm_topk_prob": False}),
+    "seed_oss": ("seed_oss", False, {"head_dim": 48}),
+    "qwen3_next, stages": ("qwen3_next", False, {"num_hidden_layers": 4}),
 }
 CORE_AND_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
 TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
@@ -61,6 +74,13 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "glm4_moe": {"tensor": 2, "sequence": True},
     "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
+    "glm4_moe_lite": {"tensor": 2, "sequence": True, "recompute": "selective"},
+    "glm4_moe_lite, expert": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "glm4_moe_lite, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
+    "gpt_oss": {"tensor": 2, "sequence": True},
+    "gpt_oss, expert": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "gpt_oss, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "recompute": "full"},
+    "kimi_k2": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
     "llama": {"wrap": "megatron_fsdp", "tensor": 2},
     "llama, linear": {"tensor": 2, "sequence": True, "fusions": "all"},
     "mistral": {"pipeline": 2},
@@ -75,7 +95,11 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen3_5_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "stages": {"virtual_pipeline": 2}, "recompute": "full"},
     "qwen3_5_moe_text": {"tensor": 2, "sequence": True},
     "qwen3_5_moe_text, expert": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
+    "qwen3_5_moe, published": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
     "qwen3_moe": {"wrap": "megatron_fsdp", "expert": 2},
+    "qwen3_next": {"tensor": 2, "sequence": True},
+    "seed_oss": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
+    "qwen3_next, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
 BIAS_RATE = 0.01
@@ -83,6 +107,10 @@ ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
     "deepseek_v3": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
     "glm4_moe, tied": {"router_bias_update_rate": BIAS_RATE},
+    "glm4_moe_lite": {"load_balancing": 0.01, "router_bias_update_rate": BIAS_RATE},
+    "glm4_moe_lite, stages": {"lora": {"rank": 4, "targets": ("linear_q_up_proj", "linear_kv_down_proj", "linear_fc1")}},
+    "gpt_oss": {"load_balancing": 0.01},
+    "gpt_oss, stages": {"lora": {"rank": 4, "targets": ("linear_qkv", "linear_proj")}},
     "llama, linear": {"lora": {"rank": 4}},
     "qwen3_5_text, stages": {"lora": {"rank": 4, "targets": ("linear_qkv", "in_proj", "out_proj")}},
 }
@@ -91,10 +119,10 @@ ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("families")
-    return {
-        name: str(write_tiny_model(root / name, family, tied, vocab_size=ODD, **{"num_hidden_layers": 2, **fields}))
-        for name, (family, tied, fields) in MODELS.items()
-    }
+    for name, (family, tied, fields) in MODELS.items():
+        write_tiny_model(root / name, family, tied, vocab_size=ODD, **{"num_hidden_layers": 2, **fields})
+    publish(root / "qwen3_5_moe, published")
+    return {name: str(root / name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +153,27 @@ def test_a_family_is_that_of_transformers(
         assert not any(rank["differing"] or rank["reshaped"] for rank in ranks)
     for mine, other in zip(two[0]["history"], one["history"], strict=True):
         assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of each tensor to 1e-4, also where a response has the padding token, whose embedding is 0 in models that transformers
+    draws: the derivative of RMSNorm there is rms_norm_eps ** -0.5, a thousand, so that this one token outweighs all others.
+    """
+    folders = [
+        publish(write_tiny_model(tmp_path / "published", "qwen3_5_moe", num_hidden_layers=2)),
+        write_tiny_model(tmp_path / "hybrid", "qwen3_5_text", num_hidden_layers=2),
+        write_tiny_model(tmp_path / "dense", "qwen3", num_hidden_layers=2),
+    ]
+    for folder in folders:
+        weights = load_file(folder / "model.safetensors")
+        (embeddings,) = (tensor for name, tensor in weights.items() if name.endswith("embed_tokens.weight"))
+        embeddings[0] = 0.0
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    samples = [*random_samples(6, seed=5), Sample((5, 6, 7), (8, 0, 9), (-4.8,) * 3, reward=1.0, group=1)]
+    given = {"paths": [str(folder) for folder in folders], "samples": samples}
+    for result in run_ranks(1, "tests.engine.model.family_cases:gradients_against_hf", given)[0]:
+        assert max(result["worst"].values()) < 1e-4
+        assert result["padding"] > result["others"]
 
 
 def test_the_biases_of_routers_are_frozen_or_move_by_a_rate(
@@ -185,6 +234,20 @@ def test_a_run_with_a_padded_vocabulary_resumes(paths: dict[str, str], tmp_path:
     (folder,) = (tmp_path / "0").iterdir()
     fields = json.loads((folder / "hf" / "config.json").read_text())
     assert fields["num_nextn_predict_layers"] == 0, "what the folder does not hold"
+
+
+@pytest.mark.long
+def test_a_vision_language_model_resumes_in_another_layout(paths: dict[str, str], tmp_path: Path) -> None:
+    """As in the run that goes on in the first one; the folder of its end is one that transformers loads."""
+    lora = {"lora": {"rank": 4, "targets": ("linear_qkv", "in_proj", "out_proj")}}
+    ways: list[dict[str, Any]] = [{"wrap": "ddp"}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", **lora}]
+    cases = [({"tensor": 2, "sequence": True, **way}, {"pipeline": 2, **way}) for way in ways]
+    arguments = {"path": paths["qwen3_5_moe, published"], "root": str(tmp_path), "cases": cases}
+    for case, result in zip(cases, run_ranks(2, "tests.engine.model.family_cases:resumed_elsewhere", arguments)[0], strict=True):
+        print(case, result)
+        for mine, other in zip(result["rest"], result["whole"], strict=True):
+            assert mine == pytest.approx(other, rel=1e-5, abs=1e-5)
+        assert result["apart"] < 1e-4 and result["worst"] < 1e-4
 
 
 def test_vllms_experts_of_mixtral_are_read_back_by_their_names(paths: dict[str, str]) -> None:

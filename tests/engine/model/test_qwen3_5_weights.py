@@ -20,9 +20,9 @@ SIZE = st.integers(1, 3)
 COLUMNS = 5
 
 
-def bridge(groups: int, queries: int, key_heads: int, values: int, ranks: int) -> Any:
+def bridge(groups: int, queries: int, key_heads: int, values: int, ranks: int, family: str = "qwen3_5_text") -> Any:
     """Without process groups, for this many ranks."""
-    made = _bridge_class("qwen3_5_text").__new__(_bridge_class("qwen3_5_text"))
+    made = _bridge_class(family).__new__(_bridge_class(family))
     made.config = SimpleNamespace(
         num_query_groups=groups * ranks, num_attention_heads=groups * queries * ranks, kv_channels=4,
         linear_num_key_heads=key_heads * ranks, linear_num_value_heads=key_heads * values * ranks,
@@ -69,3 +69,21 @@ def test_a_head_of_queries_lies_beside_its_gate_in_hugging_face() -> None:
     _, (query, key, value) = made._weight_to_hf_format("decoder.layers.1.self_attention.linear_qkv.weight", rows[:, None])
     assert query.flatten()[::size].tolist() == [0, 1] * 4
     assert set(key.flatten().tolist()) == {2.0} and set(value.flatten().tolist()) == {3.0}
+
+
+@settings(deadline=None)
+@given(SIZE, SIZE)
+def test_qwen3_next_has_its_projections_by_key_heads(key_heads: int, values: int) -> None:
+    """Rows are numbered, and taken apart as transformers takes the projections themselves."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    made, name = bridge(1, 1, key_heads, values, 1, "qwen3_next"), "decoder.layers.0.self_attention.in_proj.weight"
+    heads, (key_dim, value_dim) = key_heads * values, (3, 2)
+    rows = [2 * key_heads * key_dim + 2 * heads * value_dim, 2 * heads]
+    fused = [torch.arange(count, dtype=torch.float32) + 1000 * part for part, count in enumerate(rows)]
+    layer = SimpleNamespace(num_k_heads=key_heads, num_v_heads=heads, head_k_dim=key_dim, head_v_dim=value_dim)
+    parts = Qwen3NextGatedDeltaNet.fix_query_key_value_ordering(layer, *(each[None, None] for each in fused))
+    whole = made._weight_to_mcore_format(name, [each[:, None] for each in fused])
+    assert whole.flatten().tolist() == [number for part in parts for number in part.flatten().tolist()]
+    _, back = made._weight_to_hf_format(name, whole)
+    assert all(torch.equal(one.flatten(), other) for one, other in zip(back, fused, strict=True))

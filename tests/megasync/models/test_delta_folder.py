@@ -72,34 +72,6 @@ def test_tensors_that_are_missing_or_of_a_vision_tower(tmp_path: Path) -> None:
     check_model_folder(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_a_folder_with_vision_layers_is_refused_with_the_way_to_its_text(tmp_path: Path, family: str) -> None:
-    error = model_refused(write_model(tmp_path, model_type=family))
-    assert (error.key, error.value, error.lines["nearest"]) == ("model_type", repr(family), f"{family}_text")
-    assert "save_pretrained" in error.remedy and str(tmp_path) in error.remedy
-
-
-@pytest.mark.parametrize("is_mixture", [False, True])
-def test_the_way_to_a_text_model_leads_there(tmp_path: Path, is_mixture: bool) -> None:
-    """Every tensor bit for bit, of a tiny model with vision layers."""
-    import transformers
-    from transformers import AutoModelForCausalLM  # noqa: F401 # for the remedy
-
-    name, sizes = ("Qwen3_5Moe", MIXTURE) if is_mixture else ("Qwen3_5", {"intermediate_size": 128})
-    text = {**DELTA, **TINY, **sizes, "model_type": None}
-    config = getattr(transformers, f"{name}Config")(
-        text_config={key: value for key, value in text.items() if value is not None},
-        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64},
-    )
-    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(tmp_path / "vision")
-    lines = model_refused(tmp_path / "vision").remedy.partition(": ")[2].rpartition("; ")[0]
-    exec(lines, {**globals(), **locals(), "FOLDER": tmp_path / "vision", "TEXT": tmp_path / "text"})
-    assert check_model_folder(tmp_path / "text").num_delta_layers == 1
-    whole, found = (load_file(tmp_path / part / "model.safetensors") for part in ("vision", "text"))
-    inner = {key.replace("model.language_model.", "model."): tensor for key, tensor in whole.items()}
-    assert found and all(np.array_equal(tensor, inner[key]) for key, tensor in found.items())
-
-
 @pytest.fixture
 def runnable(tmp_path: Path) -> Path:
     path = write_runnable(tmp_path)

@@ -126,6 +126,36 @@ def test_unsupported_multi_latent_attention(tmp_path: Path, changes: dict[str, o
     assert model_refused(write_model(tmp_path, **{**DEEPSEEK, **changes})).key == key
 
 
+LITE = {name: value for name, value in DEEPSEEK.items() if name not in ("topk_method", "scoring_func")}
+LITE |= {"model_type": "glm4_moe_lite", "head_dim": 64}
+KIMI = DEEPSEEK | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+
+
+def test_latent_attention_of_other_families(tmp_path: Path) -> None:
+    check_model_folder(write_model(tmp_path / "kimi", **KIMI))
+    check_model_folder(write_model(tmp_path / "one", **LITE))
+    kinds = ["dense", "dense", "sparse", "sparse"]
+    shape = check_model_folder(write_model(tmp_path / "two", **LITE | {"first_k_dense_replace": 2, "mlp_layer_types": kinds}))
+    assert (shape.first_k_dense_replace, shape.q_lora_rank) == (2, 768)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"first_k_dense_replace": None}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "first_k_dense_replace"),
+        ({"rope_interleave": False}, "rope_interleave"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"head_dim": 192}, "head_dim"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ],
+)
+def test_unsupported_latent_attention_of_other_families(tmp_path: Path, changes: dict[str, object], key: str) -> None:
+    assert model_refused(write_model(tmp_path, **{**LITE, **changes})).key == key
+
+
 def at(folder: Path, **fields: object) -> str:
     """An override for a model of these fields, with a tokenizer."""
     build_tokenizer().save_pretrained(write_model(folder, **fields))

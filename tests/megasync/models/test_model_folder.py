@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.attention.windows import layer_windows
 from engine.config import FAMILIES
+from engine.attention.windows import layer_windows
+
 from megasync.config.errors import ConfigError
-from megasync.models.folder import check_model_config, check_model_folder
+from megasync.models.folder import CHOICES, check_model_config, check_model_folder
 from tests.support.config_files import MODEL, model_refused, refusal, write, write_model, write_runnable
 from tests.support.tiny_models import write_tiny_model
 
@@ -75,7 +76,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) -> None:
     """Also those that mbridge knows and the engine does not."""
     error = model_refused(write_model(tmp_path, model_type=family))
-    assert (error.key, error.value, error.lines["choices"]) == ("model_type", repr(family), ", ".join(FAMILIES))
+    assert (error.key, error.value, error.lines["choices"]) == ("model_type", repr(family), ", ".join(CHOICES))
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import FAMILIES
+from engine.config import FAMILIES, LATENT_FAMILIES
 from megasync.config.errors import ConfigError
 from megasync.models.folder import check_model_folder, model_shape
 from megasync.models.tensors import expected_tensors, num_parameters
@@ -17,13 +17,13 @@ from tests.support.tiny_models import SERVED, write_tiny_model
 
 MORE = {  # other forms of a family
     "glm4_moe": ({"attention_bias": False, "use_qk_norm": True, "n_shared_experts": 2}, {"first_k_dense_replace": 2}),
-    "deepseek_v3": ({"q_lora_rank": None, "n_shared_experts": 2},),
+    **dict.fromkeys(LATENT_FAMILIES, ({"q_lora_rank": None, "n_shared_experts": 2},)),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_are_those_that_transformers_saves(family: str, tmp_path: Path) -> None:
-    own = SERVED if family == "deepseek_v3" else {}
+    own = SERVED if family in LATENT_FAMILIES else {}
     for number, more in enumerate(({}, *MORE.get(family, ()))):
         folder = write_tiny_model(tmp_path / str(number), family, **own, **more)
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -108,5 +108,6 @@ def test_parameters_are_counted_by_the_headers_of_the_weights(tmp_path: Path) ->
         save_file({f"a{number}": torch.zeros(shape), f"b{number}": torch.zeros(shape)}, tmp_path / file)
         weight_map |= {f"a{number}": file, f"b{number}": file}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     save_file({"a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
     assert num_parameters(tmp_path) == 2 * (15 + 7 + 8)

@@ -1,0 +1,57 @@
+"""Weights of gpt-oss's folders in MXFP4 (OCP Microscaling Formats 1.0): 4-bit numbers in blocks of 32 with a scale of 8 bits.
+
+Of a tensor NAME [experts, in, out] there are NAME_blocks, uint8 [experts, out, in / 32, 16], two numbers a byte, the lower bits
+first, and NAME_scales, uint8 [experts, out, in / 32], the exponents of powers of two plus 127. Every value is one of bfloat16's.
+Source: transformers 5.19 integrations/mxfp4.py:convert_moe_packed_tensors. Leaves out the check of shapes
+(megasync/models/tensors.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BLOCKS, SCALES = "_blocks", "_scales"
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+EXPONENT_OF_ONE = 127
+
+
+def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """uint8 [experts, out, in / 32, 16] and [experts, out, in / 32] to bfloat16 [experts, in, out], expert by expert."""
+    numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=torch.bfloat16)
+    experts, rows, count, size = blocks.shape
+    whole = torch.empty(experts, 2 * size * count, rows, dtype=torch.bfloat16)
+    for index, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
+        pairs = torch.stack((numbers[(block & 15).long()], numbers[(block >> 4).long()]), -1).flatten(-2)
+        values = torch.ldexp(pairs, scale.int()[..., None] - EXPONENT_OF_ONE)
+        whole[index] = values.flatten(1).t()
+    return whole
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed tensor. An expert-parallel rank decodes its own experts."""
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+    def __getitem__(self, experts: slice) -> torch.Tensor:
+        return decode(self.blocks[experts], self.scales[experts])
+
+
+def readable(source: Any) -> Any:
+    """mbridge's reader of a folder, which then reads NAME out of NAME_blocks and NAME_scales where the folder has these."""
+    names = [name.removesuffix(BLOCKS) for name in source.load_hf_weight_names() if name.endswith(BLOCKS)]
+    if not names:
+        return source
+    packed, plain = set(names), source.load_some_hf_weight
+
+    def load(wanted: list[str]) -> dict[str, torch.Tensor | Packed]:
+        stored = [part for name in wanted for part in ([name + BLOCKS, name + SCALES] if name in packed else [name])]
+        held = plain(stored)
+        return {name: Packed(held[name + BLOCKS], held[name + SCALES]) if name in packed else held[name] for name in wanted}
+
+    source.load_some_hf_weight = load
+    return source
