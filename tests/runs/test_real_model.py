@@ -95,6 +95,7 @@ def test_the_folder_is_that_of_the_authors(model: Path, samples: list[Sample]) -
     assert "7 + 5 = 12" in tokenizer.decode(samples[0].response_ids.tolist())
 
 
+@pytest.mark.long
 def test_engine_checkpoint_and_export_agree_with_transformers(model: Path, samples: list[Sample], tmp_path: Path) -> None:
     """Checkpoints under Megatron-FSDP, where parameters and optimizer are sharded."""
     arguments: dict[str, Any] = {"path": str(model), "samples": samples, "expected": hf_log_probs(str(model), samples)}

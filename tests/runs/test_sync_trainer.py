@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import DELTA_TARGETS, LATENT_TARGETS
+from engine.config import DELTA_TARGETS, LATENT_FAMILIES, LATENT_TARGETS
+from tests.engine.model.test_gpt_oss import write_packed
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import DELTA_SERVED, LLAMA3, SERVED, YARN, write_tiny_model
+from tests.support.tiny_models import DELTA_SERVED, LLAMA3, SERVED, YARN, publish, write_tiny_model
 
 pytestmark = pytest.mark.vllm_on_cpu
 
@@ -149,6 +150,7 @@ def test_replica_follows_a_mixture_of_experts_bit_for_bit(root: Path) -> None:
         assert all(verified for _, _, verified in result["versions"])
 
 
+@pytest.mark.long
 def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
     """Also what it generates token by token, by weights that vLLM makes of those that were sent; and with adapters beside all
     linears merged, those of experts and of shared ones, too.
@@ -175,11 +177,11 @@ def test_replica_follows_multi_latent_attention_bit_for_bit(root: Path) -> None:
 @pytest.mark.long
 def test_replica_follows_gated_delta_nets_bit_for_bit(root: Path) -> None:
     """In bfloat16, which vLLM's kernels for CPUs demand: packed convolutions, fused projections, numbers in float32 there; also
-    what it generates token by token, with a state of its own, and with adapters merged.
+    what it generates token by token, with a state of its own, and with adapters merged. Out of folders with vision layers.
     """
     sizes: dict[str, Any] = {**DELTA_SERVED, "vocab_size": 131, "num_hidden_layers": 2, "dtype": torch.bfloat16}
-    paths = [write_tiny_model(root / "delta", "qwen3_5_text", tied=True, **sizes)]
-    paths.append(write_tiny_model(root / "delta_experts", "qwen3_5_moe_text", **sizes))
+    paths = [publish(write_tiny_model(root / "delta", "qwen3_5", tied=True, **sizes))]
+    paths.append(publish(write_tiny_model(root / "delta_experts", "qwen3_5_moe", **sizes)))
     adapters = {"rank": 8, "alpha": 8.0, "targets": ("linear_qkv", *DELTA_TARGETS)}
     cases: list[list[dict[str, Any]]] = [
         [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "tensor": 2, "lora": adapters}],
@@ -194,3 +196,30 @@ def test_replica_follows_gated_delta_nets_bit_for_bit(root: Path) -> None:
             assert result["moved"] == 1
             assert result["gap"] < 0.1
             assert all(verified for _, _, verified in result["versions"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "kimi_k2", "gpt_oss"])
+def test_replica_follows_other_families_bit_for_bit(root: Path, family: str) -> None:
+    """Also what it generates token by token; gpt_oss with windows and sinks, by experts that vLLM's loader transposes."""
+    sizes: dict[str, Any] = {"vocab_size": 131, "num_hidden_layers": 2, **(SERVED if family in LATENT_FAMILIES else {})}
+    path = write_tiny_model(root / family, family, **sizes)
+    cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}, {"wrap": "ddp", "expert": 2}]
+    cases.append({**cases[-1], "lora": {"rank": 4, "alpha": 8.0, "targets": ("linear_proj",)}})
+    arguments = {"path": str(path), "cases": cases, "num_steps": 2, "verify": "readback", "generates": True}
+    results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, result["gap"], result["fallback"])
+        assert result["differing"] == []
+        assert result["moved"] == 1
+        assert result["gap"] < 1e-4
+        assert all(verified for _, _, verified in result["versions"])
+
+
+@pytest.mark.long
+def test_replica_starts_with_a_folder_in_mxfp4_and_follows(tmp_path: Path) -> None:
+    arguments = {"path": str(write_packed(tmp_path)), "cases": [{"wrap": "ddp", "expert": 2}], "num_steps": 2}
+    arguments |= {"verify": "readback", "generates": True}
+    (result,) = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)[0]
+    assert (result["differing"], result["moved"]) == ([], 1)
+    assert result["gap"] < 1e-4 and all(verified for _, _, verified in result["versions"])

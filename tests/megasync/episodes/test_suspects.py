@@ -119,7 +119,10 @@ def failures(seen: dict[str, EpisodeEnd]) -> dict[str, str]:
     return {prompt.partition(":")[0]: ended.failure.what for prompt, ended in seen.items() if ended.failure is not None}
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("with_a_tool", ["is killed"]), ("WithADeed", ["crashes", "is killed", "leaves"])])
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("with_a_tool", ["is killed"]),
+    pytest.param("WithADeed", ["crashes", "is killed", "leaves"], marks=pytest.mark.long),
+])  # fmt: skip
 def test_of_many_in_a_process_the_guilty_alone_fail(folder: str, name: str, kinds: list[str]) -> None:
     """A plain tool, and steps of an environment, both in threads; nothing is sampled twice."""
     pool = pool_of(folder, episode=f"{EPISODES}:{name}", episode_timeout_seconds=60.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from engine.config import FAMILIES
+from engine.config import FAMILIES, LATENT_FAMILIES
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, with_changes
 from megasync.models.model_shape import SHAPES
@@ -57,7 +57,7 @@ def test_sums_of_gradients_take_the_bytes_that_they_have(tmp_path: Path) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_plan(family: str, tmp_path: Path) -> None:
     """On both kinds of devices, also in two stages."""
-    path = write_tiny_model(tmp_path / family, family, **(SERVED if family == "deepseek_v3" else {}))
+    path = write_tiny_model(tmp_path / family, family, **(SERVED if family in LATENT_FAMILIES else {}))
     config = config_of(tmp_path, "tiny", model={"path": str(path), "dtype": "float32"}, algorithm={"name": "sft"})
     held = sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
     for machine, stages in (("cpu", 1), ("h100", 2)):

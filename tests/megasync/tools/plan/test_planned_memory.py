@@ -112,6 +112,7 @@ def test_passes_of_real_ranks_under_megatron_fsdp_take_what_is_planned(unit: int
     assert sum(planned.values()) == pytest.approx(real, rel=0.05), planned
 
 
+@pytest.mark.long
 def test_a_large_model_on_128_gpus(tmp_path: Path) -> None:
     """Through the command, with no weights and little host memory; every parameter is on some rank."""
     model = write_model(tmp_path / "model", QWEN3_235B)
