@@ -1,7 +1,7 @@
 """Driven: an Engine whose loop is the caller's: passes and optimizer steps of adapters that take turns (adapters.py).
 
 SPMD: every rank calls, with the same data. Gradients add up over calls until `optim_step`. Leaves out losses
-(objective/token_losses.py), names of folders, and who asks.
+(objective/token_losses.py), names of folders, and the callers.
 
     driven = Driven(engine)
     driven.adapters.create("mine", AdapterSpec(rank=8))

@@ -23,7 +23,7 @@ ROWS = 16
 
 
 def can_share(engine: Engine) -> bool:
-    """One rank on a CPU; exact models compute with merged weights, of which each adapter has its own."""
+    """One rank on a CPU, no exact model: those compute with merged weights, which differ by adapter."""
     return engine.layout.world_size == 1 and engine.device.type == "cpu" and not engine.mbridge.is_exact
 
 

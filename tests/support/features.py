@@ -1,4 +1,4 @@
-"""Features of whole runs as keys of the config, in groups of which a run has one at most, and the folders that they name."""
+"""Features of whole runs as keys of the config, in groups (a run has at most one of each), and their folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_teachers(folder: Path) -> dict[str, Keys]:
 
 
 def features(folder: Path, url: str) -> list[dict[str, Keys]]:
-    """Groups of features, of which a run has one at most; each with its keys."""
+    """Groups of features with their keys; a run has at most one feature of a group."""
     judge = {"endpoint": [url], "model": MODEL, "prompt": "{{ prompt }}|{{ response }}", "scale": [0, 10], "on_unparsed": "zero"}
     judged = {"judges.quality": judge}
     source, sampler = str(folder / "assets" / "train.jsonl"), {"data.sampler": f"{OWN}:Sampler"}

@@ -109,7 +109,7 @@ DELTA = {  # every second layer has attention
 EXPERTS = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 BIASED = {"num_hidden_layers": 3, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3}
 BIASED |= {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
-LATENT = {  # queries and keys of 40, of which 16 are turned, and values of 20
+LATENT = {  # queries and keys have 40 dimensions, 16 of them rotary; values have 20
     **BIASED,
     "n_group": 1,
     "topk_group": 1,

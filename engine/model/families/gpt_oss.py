@@ -1,7 +1,7 @@
 """gpt-oss (model_type gpt_oss), a family that mbridge 0.15.1 lacks: experts with biases, attention with sinks and biases.
 
 Hugging Face's tensors hold all experts of a layer, [experts, in, out], gates and ups interleaved. They are kept so here:
-a rank's experts are one parameter a linear, of which tensor parallelism cuts `in` or `out`. Sinks (attention/core.py) go by
+a rank's experts are one parameter a linear; tensor parallelism splits its `in` or `out`. Sinks (attention/core.py) go by
 megatron-core's softmax_type. Folders in MXFP4 are read into the model's dtype (mxfp4.py). megatron-core 0.19 has the same fields.
 Refused are adapters of experts and the recomputing of mlp_act. Source: transformers 5.19 models/gpt_oss/modeling_gpt_oss.py.
 """

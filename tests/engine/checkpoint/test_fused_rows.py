@@ -1,4 +1,4 @@
-"""Tensors of several parts, each of which tensor parallelism splits: a rank's pieces of the whole tensor."""
+"""Fused tensors whose parts are split by tensor parallelism one by one: a rank's pieces of the whole."""
 
 from __future__ import annotations
 
