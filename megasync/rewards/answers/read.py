@@ -28,7 +28,7 @@ import json
 import re
 
 from megasync.rewards.answers.tidy import ASIDE
-from megasync.rewards.answers.units import is_unit
+from megasync.rewards.answers.units import canonical, is_unit
 
 THINKING = re.compile(
     r"(?P<open><think(?:ing)?>|<reasoning>|<thought>|\[THINK\]|◁think▷|<seed:think>|<\|START_THINKING\|>|<\|begin_of_thought\|>"
@@ -107,6 +107,7 @@ OPENING_WORD = re.compile(  # of a text that is more than a value
 )
 MATH = re.compile(r"[\d\\=^√≈π∞±≤≥<>∪]|\$.+\$")
 CJK_SENTENCE = re.compile(r"\A(?:所以|因此|故|综上|该|这)|。\Z")
+UNIT_AFTER_BOX = re.compile(r"\$?\s{0,3}(?:\\text\s?\{\s?)?([A-Za-z]+)\}?\$?\s{0,3}(?=[.,;!?\n]|\Z)")
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 OPERATOR = re.compile(r"[-+*/=<>^≈≤≥≠±×÷·−∪%]+")
 VARIABLE = re.compile(r"[A-Za-z]\w?|\([a-z](?:,\s?[a-z])+\)")
@@ -217,12 +218,18 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
             found.append((box[0], mark.end(), text[box[1] : mark.start()]))  # type: ignore[index]
     if not found:
         return None, is_there
-    begin, _, content = found.pop()
-    contents = [content.strip()]
+    begin, end, content = found.pop()
+    contents = [content.strip() + (_unit_after(text, end) if PLAIN.fullmatch(content.strip()) else "")]  # type: ignore[arg-type]
     while found and len(gap := text[found[-1][1] : begin]) < 40 and BETWEEN_BOXES.fullmatch(gap):  # type: ignore[index]
         begin, _, content = found.pop()
         contents.insert(0, content.strip())
     return ", ".join(dict.fromkeys(contents)), True
+
+
+def _unit_after(text: str, end: int) -> str:
+    """The unit that follows a number's box and ends its sentence or line; empty: another word follows, or none."""
+    word = UNIT_AFTER_BOX.match(text, end)
+    return f" {word[1]}" if word is not None and canonical(word[1]) is not None else ""
 
 
 def _last_phrase(text: str) -> str:
