@@ -2,7 +2,8 @@
 
 SPMD: every rank calls. An adapter is created with a rank of its own, up to the engine's; rows above it are zero and stay zero,
 since the gradient of each factor is a product with the other. All that is an adapter's own is swapped: factors, optimizer state,
-gradients that were added up. Each so has the bits that it would have alone. Leaves out passes and steps (driven.py).
+gradients that were added up. Each so has the bits that it would have alone. In an engine without lora an "adapter" is a copy of
+the whole model, which is trained in all parameters. Leaves out passes and steps (driven.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ATTENTION, MLP = ("linear_qkv", "linear_proj", *DELTA_TARGETS), ("linear_fc1", "
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One adapter. Linears that it does not train have zero factors, whose gradients are zero."""
+    """One adapter. Linears that it does not train have zero factors, whose gradients are zero. `rank` 0: all parameters."""
 
     rank: int
     train_attn: bool = True
@@ -45,7 +46,7 @@ class RefusedError(ValueError):
 
 
 class Adapters:
-    """Takes over an engine with adapters, wrapped by DDP."""
+    """Takes over an engine wrapped by DDP."""
 
     def __init__(self, engine: Engine) -> None:
         """ValueError for an engine whose state cannot be swapped."""
@@ -53,25 +54,27 @@ class Adapters:
         self.engine, self.layout = engine, engine.layout
         self.trained: list[Any] = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
         self._live = self._make_state()
+        self.is_full = not engine.config.lora.rank
+        whole = self.parameters(self._live) if self.is_full else {}
+        self._base = {key: tensor.to("cpu", copy=True) for key, tensor in whole.items()}  # of the base model
         self.specs: dict[str, AdapterSpec] = {}
         self._away: dict[str, dict[str, torch.Tensor]] = {}  # host memory of the adapters that are not on the device
         self._present: str | None = None
 
     def create(self, name: str, spec: AdapterSpec) -> None:
-        """A new adapter: A drawn by seed and linear as in lora.py, B zero.
+        """A new adapter: A drawn by seed and linear as in lora.py, B zero. Of all parameters: those of the base model.
 
         Raises:
             RefusedError: there is one of this name, or the rank is above the engine's.
         """
         if name in self.specs:
             raise RefusedError(f"there is an adapter {name!r} already")
-        if not 0 < spec.rank <= self.engine.config.lora.rank:
-            raise RefusedError(f"rank = {spec.rank}: from 1 to {self.engine.config.lora.rank}, which engine.lora.rank sets")
+        least, most = (0 if self.is_full else 1), self.engine.config.lora.rank
+        if not least <= spec.rank <= most:
+            raise RefusedError(f"rank = {spec.rank}: from {least} to {most}, which engine.lora.rank sets")
         if not spec.targets:
             raise RefusedError("train_attn and train_mlp are both false: there is nothing to train")
-        self._leave()
-        for tensor in self._live.values():
-            tensor.zero_()
+        self._reset()
         self.specs[name], self._present = spec, name
         self._set_scale(spec)
         with torch.no_grad():
@@ -91,14 +94,13 @@ class Adapters:
     def factors(self, name: str) -> dict[str, torch.Tensor]:
         """A copy of this rank's part of the adapter, in host memory, for `show`."""
         self.bring(name)
-        return {key: tensor.to("cpu", copy=True) for key, tensor in self._live.items() if key.startswith("parameter")}
+        return {key: tensor.to("cpu", copy=True) for key, tensor in self.parameters(self._live).items()}
 
     def show(self, spec: AdapterSpec | None, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the model have these factors, until the next call: for an export. None: those of no adapter, the base model."""
-        self._leave()
-        for key, tensor in self._live.items():
-            if key.startswith("parameter"):
-                tensor.zero_() if spec is None else tensor.copy_(tensors[key])
+        self._reset()
+        for key, tensor in tensors.items():
+            self._live[key].copy_(tensor)
         self._set_scale(spec or AdapterSpec(self.engine.config.lora.rank))
 
     def save(self, name: str, folder: Path) -> None:
@@ -175,6 +177,11 @@ class Adapters:
         added = {f"added {number}": torch.zeros_like(each) for number, each in enumerate(engine.wrapped.gradients())}
         return {**state, **added}
 
+    @staticmethod
+    def parameters(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's, without what the optimizer has."""
+        return {key: tensor for key, tensor in state.items() if key.startswith("parameter")}
+
     @property
     def file(self) -> str:
         """Name of this rank's file, in folders of one layout alone."""
@@ -196,6 +203,12 @@ class Adapters:
         self._present = name
         self._set_scale(self.specs[name])
 
+    def _reset(self) -> None:
+        """The model is the base model, and no adapter is on the device."""
+        self._leave()
+        for key, tensor in self._live.items():
+            tensor.copy_(self._base[key]) if key in self._base else tensor.zero_()
+
     def _leave(self) -> None:
         """The adapter that is on the device goes to host memory."""
         if self._present is not None:
@@ -210,7 +223,6 @@ class Adapters:
 def _check(engine: Engine) -> None:
     config = engine.config
     problems = {
-        "engine.lora.rank = 0: set it to the largest rank that an adapter may have": not config.lora.rank,
         f"engine.wrap = {config.wrap}: adapters take turns with engine.wrap=ddp alone": not engine.wrapped.is_in_place,
         f"engine.lora.dropout = {config.lora.dropout}: write 0": config.lora.dropout > 0,
         "engine.optimizer.offload = true: adapters that wait lie in host memory already; write false": config.optimizer.offload,

@@ -90,7 +90,7 @@ class Passed(NamedTuple):
 
 
 class Driven:
-    """Takes over an engine with adapters, wrapped by DDP."""
+    """Takes over an engine wrapped by DDP."""
 
     def __init__(self, engine: Engine) -> None:
         """ValueError for an engine whose state cannot be swapped."""

@@ -2,6 +2,8 @@
 
     python -m tests.fuzz_serve --kills 12 --seed 0                 # two ranks, exact, merged weights
     python -m tests.fuzz_serve --kills 12 --seed 0 --mode slots    # one rank: shared passes, adapters in slots
+    python -m tests.fuzz_serve --kills 12 --seed 0 --mode full     # two ranks, one client, all parameters
+    python -m tests.fuzz_serve --kills 12 --victims "rank 1" rl    # these alone are killed, each as often as the others
 
 One client takes supervised steps, the others RL steps; one that is killed goes on from its own last saved state. In the end each
 has the bits of an unbroken run, weights and optimizer. Prints the seed, each kill and the seconds until all clients went on.
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +39,14 @@ WAIT_SECONDS = 240.0
 MODES = {
     "ranks": (2, ("sft", "rl"), ("engine.parallel.pipeline=2", "model.exact=true")),
     "slots": (1, ("sft", "rl", "rl2"), ("engine.lora.sync=adapter", "service.adapter_slots=2")),
+    "full": (
+        2,
+        ("rl_full",),
+        (
+            *("engine.parallel.pipeline=2", "model.exact=true", "engine.lora.rank=0"),
+            *("service.full_parameters=true", "service.silent_seconds=1"),  # a client that was killed comes back as another
+        ),
+    ),
 }
 
 
@@ -47,7 +58,7 @@ async def train(kind: str, url: str, file: Path, num_steps: int) -> None:
     state = json.loads(file.read_text()) if file.exists() else {"step": 0}
     async with aiohttp.ClientSession() as http:
         client = Client(SimpleNamespace(url=url), http)  # type: ignore[arg-type] # all that it needs of a server
-        await client.create(state.get("path", ""))
+        await client.create(state.get("path", ""), is_full=kind.endswith("full"))
         for step in range(state["step"], num_steps):
             for name in await (rewarded(client, step) if kind.startswith("rl") else client.step(step)):
                 await client.fetch(name)
@@ -112,8 +123,10 @@ class ClientProcess:
 # ---------------------------------------------------------------------------------------------------- runs with kills
 
 
-def run(folder: Path, mode: str, num_steps: int, num_kills: int, source: random.Random) -> dict[str, str]:
-    """Of each client the digest of its final state."""
+def run(
+    folder: Path, mode: str, num_steps: int, num_kills: int, source: random.Random, chosen: Sequence[str] = ()
+) -> dict[str, str]:
+    """Of each client the digest of its final state. `chosen`: victims, in turns; empty: any, at random."""
     num_ranks, kinds, overrides = MODES[mode]
     server, counts, begin = Server(folder, num_ranks, *overrides, "service.poll_seconds=2"), Counter[str](), time.monotonic()
     server.start()
@@ -124,11 +137,11 @@ def run(folder: Path, mode: str, num_steps: int, num_kills: int, source: random.
             time.sleep(0.1)
             for client in clients:
                 client.look()
-            if counts.total() < num_kills and done >= (counts.total() + 1) * num_steps * len(clients) // (num_kills + 2):
+            if (number := counts.total()) < num_kills and done >= (number + 1) * num_steps * len(clients) // (num_kills + 2):
                 time.sleep(source.random())
-                victim = source.choice(victims)
+                victim = chosen[number % len(chosen)] if chosen else source.choice(victims)
                 counts[victim] += 1
-                print(f"    kill {counts.total()}: {victim}, {kill(victim, server, clients):.1f} s", flush=True)
+                print(f"    kill {number + 1}: {victim}, {kill(victim, server, clients):.1f} s", flush=True)
     finally:
         for client in clients:
             client.process.kill()
@@ -158,6 +171,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="of each client; 0: two a kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=MODES, default="ranks")
+    parser.add_argument("--victims", nargs="+", default=[], help="such as server, 'rank 1', replica, sft")
     parser.add_argument("--whole", type=Path, help="of the same mode and steps")
     parser.add_argument("--client", nargs=4, default=[], help="its own: kind, URL, file of its state, steps")
     given = parser.parse_args()
@@ -174,7 +188,7 @@ def main() -> int:
         whole = run(folder / "whole", given.mode, num_steps, 0, random.Random())
     if given.whole:
         given.whole.write_text(json.dumps(whole))
-    broken = run(folder / "broken", given.mode, num_steps, given.kills, random.Random(given.seed))
+    broken = run(folder / "broken", given.mode, num_steps, given.kills, random.Random(given.seed), given.victims)
     differing = [kind for kind, digest in whole.items() if broken[kind] != digest]
     print(f"differing: {differing or 'none'}", flush=True)
     if not differing:

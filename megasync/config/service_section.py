@@ -20,6 +20,9 @@ class ServiceConfig(Section):
     frozen_unembed: bool = False
     """true: clients that ask for an adapter of the output layer (train_unembed, their default) get none there; false: they get an
     error, since the output layer has no adapter."""
+    full_parameters: bool = False
+    """true: one client at a time trains all parameters of the model, and engine.lora.rank is 0. Clients still ask for an adapter,
+    the only call that they have: its rank is not looked at. A second client is refused until the first session has ended."""
     max_body_bytes: Annotated[ByteSize, Field(ge=4096)] = 64 * 2**20
     """Largest request body; larger ones are refused."""
     max_waiting: PositiveInt = 1000
@@ -28,6 +31,8 @@ class ServiceConfig(Section):
     """Memory for bodies that are on their way here; while there is none for another, it is answered with 429."""
     max_models: PositiveInt = 64
     """Largest number of training clients in memory; a session that its client finishes makes room."""
+    silent_seconds: PositiveFloat = 120.0
+    """Where there is no room for another client, sessions are finished whose clients have sent nothing for so long."""
     shared_clients: PositiveInt = 8
     """forward_backward requests of so many clients that wait at the same time go through the base model together, each with the
     bits that it has alone; 1: in turns, as always with several trainer ranks or model.exact."""
@@ -38,3 +43,8 @@ class ServiceConfig(Section):
     """State is written after this many training requests, so that a restart repeats at most as many; 0: never."""
     poll_seconds: PositiveFloat = 20.0
     """How long a client's question for a result waits before it is answered with 408."""
+
+    @property
+    def num_models(self) -> int:
+        """The largest number of training clients at a time."""
+        return 1 if self.full_parameters else self.max_models

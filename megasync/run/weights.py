@@ -54,15 +54,19 @@ class Weights:
             partial.mkdir(parents=True)
 
         def finish() -> None:
-            hf_folder.finish_folder(partial, Path(self.config.model.path))
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
 
         on_rank_zero(begin)
-        weights = hf_folder.as_in(Path(self.config.model.path), self.whole_tensors())
-        hf_folder.save_weights(partial, weights, hf_folder.Share.of(self.layout), digest_tensor)
-        on_rank_zero(lambda: None)  # every stage has written its file
+        self.write(partial)
         on_rank_zero(finish)
+
+    def write(self, folder: Path) -> None:
+        """The files of a Hugging Face folder, into one that is there."""
+        weights = hf_folder.as_in(Path(self.config.model.path), self.whole_tensors())
+        hf_folder.save_weights(folder, weights, hf_folder.Share.of(self.layout), digest_tensor)
+        on_rank_zero(lambda: None)  # every stage has written its file
+        on_rank_zero(lambda: hf_folder.finish_folder(folder, Path(self.config.model.path)))
 
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:

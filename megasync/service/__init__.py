@@ -3,8 +3,11 @@
     megasync serve CONFIG engine.wrap=ddp engine.lora.rank=32 --port 8000     # ServiceClient(base_url="http://127.0.0.1:8000")
 
 - Each training client is an adapter with a rank up to `engine.lora.rank`, and has the bits that it would have alone. The one
-  that works is on the device, the others lie in host memory, until their client finishes its session. With one trainer rank
-  passes of several clients that wait are one (`service.shared_clients`).
+  that works is on the device, the others lie in host memory, until their client finishes its session, or is silent and another
+  one wants the room (`service.silent_seconds`). With one trainer rank passes of several clients that wait are one
+  (`service.shared_clients`); with several ranks, in any layout, clients take turns.
+- With `service.full_parameters` one client trains all parameters. Its saved states are as large as the model's and the
+  optimizer's, and its external weights a Hugging Face folder. While other weights are synced its own lie in host memory.
 - A request is logged in `runs/NAME/service/log.jsonl` before it is acknowledged. After a kill the same command replays the log
   from the last checkpoint (`service.checkpoint_every`), and clients that wait go on. The log is never cut; saved weights stay
   until they are deleted, whatever their ttl.
@@ -24,6 +27,7 @@ desk.py      rank 0: requests, their order, futures
 sampling.py  rank 0: sampling requests through the replicas
 catalog.py   rank 0: models and saved weights, as clients ask about them
 queries.py   rank 0: routes of lists and downloads
+usage.py     rank 0: what each session has used: GET / and /usage, metrics.jsonl
 http.py      rank 0: the HTTP server, in a thread
 front.py     rank 0: these together
 command.py   the verb

@@ -101,6 +101,10 @@ class FinishSession(Body):
     session_id: str
 
 
+class Heartbeat(Body):
+    session_id: str
+
+
 class LoadWeights(Body):
     model_id: str | None = None
     seq_id: Number | None = None

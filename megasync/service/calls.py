@@ -42,6 +42,7 @@ class Reader:
     vocabulary_size: int
     max_tokens: int
     frozen_unembed: bool
+    is_full: bool = False  # all parameters are trained
     sessions: set[str] = field(default_factory=set)
     models: set[str] = field(default_factory=set)  # all requested ones, created or refused
     samplers: dict[str, str] = field(default_factory=dict)  # sampling sessions and their versions
@@ -72,13 +73,21 @@ class Reader:
         self._check_session(given.session_id)
         self._check_base(given.base_model)
         lora = given.lora_config
-        if lora.train_unembed and not self.frozen_unembed:
+        for name in ("train_attn", "train_mlp", "train_unembed"):
+            if self.is_full and not getattr(lora, name):
+                raise BadRequestError(f"lora_config.{name} = false: all parameters are trained here (service.full_parameters)")
+        if lora.train_unembed and not (self.frozen_unembed or self.is_full):
             raise BadRequestError(
                 "lora_config.train_unembed = true: the output layer has no adapter here; pass train_unembed=False, or let the "
                 "server leave it frozen (service.frozen_unembed=true)"
             )
         model = f"{given.session_id}:train:{given.model_seq_id}"
-        spec = {"rank": lora.rank, "train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "seed": lora.seed or 0}
+        spec = {
+            "rank": 0 if self.is_full else lora.rank,
+            "train_attn": lora.train_attn,
+            "train_mlp": lora.train_mlp,
+            "seed": lora.seed or 0,
+        }
         return Call("create_model", model, 0, {"model": model, "spec": spec})
 
     def _forward_backward(self, body: bytes) -> Call:

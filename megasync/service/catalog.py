@@ -26,21 +26,25 @@ class Catalog:
         self._folder, self._base, self._specs = folder, base_model, specs
         self._tokenizer = str(Path(model_path).resolve())
 
+    def specs(self) -> dict[str, AdapterSpec]:
+        """Of the models in memory."""
+        return dict(self._specs)
+
     def model(self, name: str) -> Found | None:
         spec = self._specs.get(name)
         if spec is None:
             return None
         data = {"model_name": self._base, "tokenizer_id": self._tokenizer}
         found = {"type": "get_info", "model_id": name, "model_data": data, "model_name": self._base}
-        return {**found, "is_lora": True, "lora_rank": spec.rank}
+        return {**found, **_kind_of(spec)}
 
     def weights(self, path: str) -> Found | None:
         """BadRequestError: it is no path of saved weights."""
         spec = _spec_in(self.folder_of(path))
         if spec is None:
             return None
-        trained = {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": False}
-        return {"base_model": self._base, "is_lora": True, "lora_rank": spec.rank, **trained}
+        trained = {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": not spec.rank}
+        return {"base_model": self._base, **_kind_of(spec), **trained}
 
     def folder_of(self, path: str) -> Path:
         """BadRequestError: it is no path of saved weights."""
@@ -74,8 +78,7 @@ class Catalog:
             "training_run_id": name,
             "base_model": self._base,
             "model_owner": "local",
-            "is_lora": True,
-            "lora_rank": spec.rank,
+            **_kind_of(spec),
             "last_request_time": saved[0]["time"] if saved else datetime.now(UTC).isoformat(),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
@@ -90,6 +93,10 @@ class Catalog:
                 continue
             found = {"checkpoint_id": f"{kind}/{folder.name}", "checkpoint_type": TYPES[kind], "time": time.isoformat()}
             yield {**found, "tinker_path": path_of(model, kind, folder.name), "size_bytes": sum(sizes)}
+
+
+def _kind_of(spec: AdapterSpec) -> Found:
+    return {"is_lora": spec.rank > 0, "lora_rank": spec.rank or None}
 
 
 def _spec_in(folder: Path) -> AdapterSpec | None:

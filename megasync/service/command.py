@@ -32,6 +32,7 @@ from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.models.folder import check_model_folder
+from megasync.models.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -77,13 +78,14 @@ def main(arguments: Sequence[str]) -> int:
 def check_service(config: Config, num_ranks: int) -> None:
     """ConfigError for all that cannot work; data and rewards are the client's."""
     check_settings(config, num_ranks)
-    check_layout(config, check_model_folder(config.model.path), num_ranks)
+    shape = check_model_folder(config.model.path)
+    check_layout(config, shape, num_ranks)
     check_cache_memory(config)
     check_run_folder(config)
     if gpus := visible_devices():
         remedy = "serve from lane cpu, with CUDA_VISIBLE_DEVICES= in the environment"
         raise ConfigError(f"{len(gpus)} GPUs are visible: a service runs on CPUs alone yet", remedy=remedy)
-    refuse(_unserved(config))
+    refuse(_unserved(config, shape))
     if config.service.host not in LOOPBACK and not os.environ.get(KEY):
         raise wrong(config, "service.host", f"others could connect, and {KEY} is not set", remedy=f"set {KEY} in the environment")
 
@@ -102,7 +104,7 @@ def check_same(config: Config, num_ranks: int) -> None:
             raise ConfigError(problem, remedy=f"write {key}={former}, or another run.name")
 
 
-def _unserved(config: Config) -> Iterator[ConfigError]:
+def _unserved(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """Of keys whose values a run may have, but no service."""
     only = {
         "engine.wrap": ("ddp", "adapters of several clients take turns with ddp alone"),
@@ -115,9 +117,17 @@ def _unserved(config: Config) -> Iterator[ConfigError]:
     for key, (served, problem) in only.items():
         if attrgetter(key)(config) != served:
             yield wrong(config, key, problem, remedy=f"write {key}={shown_value(served)}" if served != "" else "leave it out")
-    if not config.engine.lora.rank:
-        remedy = "set it to the largest rank that a client may have"
+    is_full, has_adapters = config.service.full_parameters, config.engine.lora.rank > 0
+    if is_full and has_adapters:
+        yield wrong(
+            config, "engine.lora.rank", "service.full_parameters=true trains no adapters", remedy="write engine.lora.rank=0"
+        )
+    elif not is_full and not has_adapters:
+        remedy = "set it to the largest rank that a client may have, or write service.full_parameters=true"
         yield wrong(config, "engine.lora.rank", "clients train adapters", remedy=remedy)
+    if shape.num_experts:
+        problem = f"{shape.model_type} is a mixture of experts, which has no adapters that take turns yet"
+        yield wrong(config, "model.path", problem, remedy="take a model without experts")
     if config.model.dtype == "float16":
         yield wrong(config, "model.dtype", "clients' losses are not scaled", choices="bfloat16, float32", remedy="write bfloat16")
     if config.teacher.paths:

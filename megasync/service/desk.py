@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -139,6 +139,13 @@ class Desk:
             return result.form, len(result.body), [result.body]
         line, num_bytes, pieces = self._journal.body(result)
         return line["form"], num_bytes, pieces
+
+    def num_open(self) -> tuple[Counter[str], Counter[str]]:
+        """Requests that wait, and samples that replicas work on, by session."""
+        with self._changed:
+            waiting, in_flight = [*self._training, *self._samples], list(self._in_flight)
+        sessions = ([each.call.scope.partition(":")[0] or "none" for each in some] for some in (waiting, in_flight))
+        return Counter(next(sessions)), Counter(next(sessions))
 
     def is_used(self, version: str) -> bool:
         """Whether samples of this version wait or run."""

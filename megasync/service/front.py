@@ -13,6 +13,7 @@ from bridge.replicas.pool import ReplicaPool
 from engine.engine import Engine
 from megasync.config.schema import Config
 from megasync.data.tokenizer import generation_ends
+from megasync.report.log import RunLog
 from megasync.run.rank_zero import RankZero, of_rank_zero
 from megasync.service.calls import Reader
 from megasync.service.catalog import Catalog
@@ -20,6 +21,7 @@ from megasync.service.desk import Desk, Request, Result
 from megasync.service.http import Server
 from megasync.service.journal import Journal
 from megasync.service.sampling import Sampling
+from megasync.service.usage import Usage
 from megasync.service.worker import Worker
 
 
@@ -41,19 +43,23 @@ class Front:
         hf_config = worker.engine.mbridge.hf_config
         names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
         most = config.rollout.max_model_len or hf_config.max_position_embeddings
-        reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed)
+        reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
         journal = Journal(worker.folder / "log.jsonl")
         ends.callback(journal.close)
         self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots)
-        self.sampling = Sampling(self.pool, _ends_of(worker.engine), self.desk, self.finish)
+        self.sampling = Sampling(self.pool, _ends_of(worker.engine, config.model.path), self.desk, self.finish)
         ends.callback(self.sampling.close)
         catalog = Catalog(worker.folder / "models", names[0], config.model.path, worker.adapters.specs)
-        server = Server(config.service, self.desk, catalog, key, most)
+        log = RunLog(_quiet(config), first_step=done, write=True)
+        ends.callback(log.close)
+        self.usage = Usage(self.desk, lambda: worker.present, log.step)
+        server = Server(config.service, self.desk, catalog, self.usage, key, most)
         port = server.start(config.service.host, port)
         ends.callback(server.close)
         print(f"{names[0]} is served at http://{config.service.host}:{port}", flush=True)
 
     def finish(self, request: Request, result: Result) -> None:
+        self.usage.count(request, result)
         if problem := self.desk.finish(request, result):
             print(problem, file=sys.stderr, flush=True)
 
@@ -70,8 +76,13 @@ class Front:
                 print(note, file=sys.stderr, flush=True)
 
 
-def _ends_of(engine: Engine) -> tuple[int, ...]:
-    """Tokens that end a response of the model."""
+def _quiet(config: Config) -> Config:
+    """Without a display of progress on the terminal: nobody knows how many steps there will be."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"progress": "none"})})
+
+
+def _ends_of(engine: Engine, path: str) -> tuple[int, ...]:
+    """Tokens that end a response of the model in the folder."""
     own = engine.mbridge.hf_config.eos_token_id
     ends = [own] if isinstance(own, int) else list(own or [])
-    return tuple(dict.fromkeys([*ends, *generation_ends(Path(engine.mbridge.hf_config._name_or_path))]))
+    return tuple(dict.fromkeys([*ends, *generation_ends(Path(path))]))

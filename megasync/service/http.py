@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import threading
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
@@ -18,11 +19,12 @@ from contextlib import suppress
 from aiohttp import web
 
 from megasync.config.service_section import ServiceConfig
-from megasync.service.bodies import BadRequestError, GetInfo, RetrieveFuture, WeightsInfo, parse
+from megasync.service.bodies import BadRequestError, GetInfo, Heartbeat, LoadWeights, RetrieveFuture, WeightsInfo, parse
 from megasync.service.calls import BASE, DELETE, FINISH, OF_MODELS, SAMPLE, SAVES
 from megasync.service.catalog import Catalog, Found
 from megasync.service.desk import Desk, Form, Result, TooBusyError, error
 from megasync.service.queries import CHECKPOINT, PREFIX, SIGNED, Queries, found_or, path_of_route, problem
+from megasync.service.usage import Usage
 from megasync.service.wire import PROTOBUF
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,12 +45,14 @@ TOKEN_BYTES = 16  # of a token in JSON
 class Server:
     """`key`: what clients must send; empty: anything."""
 
-    def __init__(self, config: ServiceConfig, desk: Desk, catalog: Catalog, key: str, max_tokens: int) -> None:
+    def __init__(self, config: ServiceConfig, desk: Desk, catalog: Catalog, usage: Usage, key: str, max_tokens: int) -> None:
         self._config, self._desk, self._catalog, self._key = config, desk, catalog, key
-        self._max_tokens = max_tokens
+        self._usage, self._max_tokens = usage, max_tokens
         self._queries = Queries(catalog, desk.reader)
         self._failed: dict[str, Result] = {}  # requests that were never accepted
         self._arriving_bytes = 0
+        self._start_seconds = time.monotonic()
+        self._heard_seconds: dict[str, float] = {}  # when a session's client sent something, since this server runs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
 
@@ -80,9 +84,11 @@ class Server:
                 web.put(f"{CHECKPOINT}/ttl", _always({})),  # saved weights stay until they are deleted
                 web.post(f"{PREFIX}/client/config", _always(CLIENT_CONFIG)),
                 web.post(f"{PREFIX}/client/dynamic_config", _always({})),
-                web.post(f"{PREFIX}/session_heartbeat", _always({"type": "session_heartbeat"})),
+                web.post(f"{PREFIX}/session_heartbeat", self._heartbeat),
                 web.post(f"{PREFIX}/telemetry", _always({"status": "accepted"})),
                 web.get(f"{PREFIX}/healthz", _always({"status": "ok"})),
+                web.get("/usage", self._report),
+                web.get("/", self._page),
                 web.route("*", "/{tail:.*}", self._not_here),
             ]
         )
@@ -137,15 +143,35 @@ class Server:
         if request.headers.get("Content-Encoding", "identity") != "identity":
             return problem(415, f"Content-Encoding = {request.headers['Content-Encoding']}: bodies are not compressed here")
         try:
-            accepted = self._desk.submit(kind, await self._body(request), request.headers.get("x-idempotency-key", ""))
+            body = await self._body(request)
+            if kind == "create_model" or (kind == "load_weights" and parse(LoadWeights, body).session_id):
+                self._make_room()
+            accepted = self._desk.submit(kind, body, request.headers.get("x-idempotency-key", ""))
         except BadRequestError as refused:
             return web.json_response({"request_id": self._fail(str(refused))})
+        self._heard_seconds[accepted.call.scope.partition(":")[0]] = time.monotonic()
         answer: Found = {"request_id": accepted.name}
         if kind == SAMPLE:  # the client wants the id of each sequence at once
             answer["sample_sequence_ids"] = [f"{accepted.name}/{index}" for index in range(accepted.call.count)]
         if kind in ("create_model", "load_weights"):
             answer["model_id"] = accepted.call.scope
         return web.json_response(answer)
+
+    def _make_room(self) -> None:
+        """Where as many models are there as may, finish the sessions whose clients are gone: one that was killed cannot."""
+        sessions = [model.partition(":")[0] for model in self._catalog.specs()]
+        if len(sessions) < self._config.num_models:
+            return
+        since = time.monotonic() - self._config.silent_seconds
+        for session in set(sessions):
+            if self._heard_seconds.get(session, self._start_seconds) < since:
+                self._desk.submit(FINISH, json.dumps({"session_id": session}).encode(), "")
+
+    async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
+        session = parse(Heartbeat, await self._body(request)).session_id
+        if session in self._desk.reader.sessions:
+            self._heard_seconds[session] = time.monotonic()
+        return web.json_response({"type": "session_heartbeat"})
 
     def _fail(self, text: str) -> str:
         name = f"failed-{uuid.uuid4()}"
@@ -200,6 +226,12 @@ class Server:
     async def _weights_info(self, request: web.Request) -> web.StreamResponse:
         path = parse(WeightsInfo, await self._body(request)).tinker_path
         return found_or(self._catalog.weights(path), f"tinker_path = {path!r}: there are no such weights")
+
+    async def _report(self, _: web.Request) -> web.StreamResponse:
+        return web.json_response(self._usage.report())
+
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(text=self._usage.page(self._catalog.specs()), content_type="text/html")
 
     async def _sampler(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

@@ -206,6 +206,17 @@ def forward_backward_output(log_probs: Sequence[npt.NDArray[np.float32]], metric
     return bytes(output.SerializeToString())
 
 
+def loss_sum(body: bytes) -> float:
+    """Of a ForwardBackwardOutput."""
+    return float(MESSAGES["ForwardBackwardOutput"].FromString(body).metrics["loss:sum"])
+
+
+def num_sampled(body: bytes) -> int:
+    """Tokens of a SampleResponse."""
+    message = MESSAGES["SampleResponse"].FromString(body)
+    return sum(len(each.tokens) for each in message.sequences) // np.dtype(np.int32).itemsize
+
+
 def sample_response(sequences: Sequence[Sampled], scores: TokenScores | None, num_scored: int | None, num_top: int) -> bytes:
     """`scores`: of the prompt from its second token on; the last `num_scored` are returned, None: all."""
     message = MESSAGES["SampleResponse"]()

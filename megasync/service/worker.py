@@ -2,7 +2,7 @@
 
     runs/NAME/service/models/MODEL/weights/NAME/            rank_*.safetensors, spec.json, adapter/ (PEFT)
     runs/NAME/service/models/MODEL/sampler_weights/NAME/    the factors alone
-    runs/NAME/service/models/MODEL/external_weights/NAME/   adapter_config.json, adapter_model.safetensors
+    runs/NAME/service/models/MODEL/external_weights/NAME/   adapter_config.json, adapter_model.safetensors; or a model's folder
     runs/NAME/service/state-N/                              all adapters after N training requests, written by itself
 
 Leaves out requests and their order (desk.py), and sampling itself (sampling.py).
@@ -32,7 +32,7 @@ from engine.peft import factors
 from engine.runtime.tensor_file import save_tensors
 from megasync.config.schema import Config
 from megasync.run.rank_zero import RankZero, on_rank_zero
-from megasync.run.weights import build_adapter_source, build_exporter, build_publisher
+from megasync.run.weights import Weights, build_adapter_source, build_exporter, build_publisher
 from megasync.service.calls import BASE, SAVES, path_of, saved_in
 
 SPEC = "spec.json"
@@ -85,12 +85,16 @@ class Worker:
         return {"metrics": {"grad_norm:mean": norm}}
 
     def save_weights(self, model: str, name: str, *, overwrite: bool = True, seq: int = 0) -> dict[str, Any]:
-        """The whole state, and PEFT's folder. Without `overwrite`: RefusedError where another request saved under this name."""
+        """The whole state; of an adapter PEFT's folder, too.
+
+        Without `overwrite`: RefusedError where another request saved under this name.
+        """
 
         def write(partial: Path) -> None:
             self.adapters.save(model, partial)
-            on_rank_zero((partial / "adapter").mkdir)
-            self._write_peft(model, partial / "adapter")
+            if not self.adapters.is_full:
+                on_rank_zero((partial / "adapter").mkdir)
+                self._write_peft(model, partial / "adapter")
 
         return self._save("save_weights", model, name, write, overwrite=overwrite, seq=seq)
 
@@ -106,9 +110,16 @@ class Worker:
         return {"sampling_session_id": sampler, "type": found["type"]} if sampler else found
 
     def save_weights_external(self, model: str, name: str, *, overwrite: bool = True, seq: int = 0) -> dict[str, Any]:
-        """PEFT's folder alone. As `save_weights`."""
-        kind = "save_weights_external"
-        return self._save(kind, model, name, lambda partial: self._write_peft(model, partial), overwrite=overwrite, seq=seq)
+        """PEFT's folder alone, or the whole model's of Hugging Face. As `save_weights`."""
+
+        def write(partial: Path) -> None:
+            if self.adapters.is_full:
+                self.adapters.bring(model)
+                Weights(self.config, self.engine).write(partial)
+            else:
+                self._write_peft(model, partial)
+
+        return self._save("save_weights_external", model, name, write, overwrite=overwrite, seq=seq)
 
     def load_weights(self, model: str, path: str, *, with_optimizer: bool, is_new: bool) -> dict[str, Any]:
         folder = self.folder_of(path, "weights")
@@ -220,8 +231,10 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _create(self, model: str, spec: AdapterSpec) -> None:
-        if len(self.adapters.specs) >= self.config.service.max_models:
-            raise RefusedError(f"{self.config.service.max_models} models are in memory (service.max_models); finish a session")
+        section = self.config.service
+        if len(self.adapters.specs) >= section.num_models:
+            key = "full_parameters = true" if section.full_parameters else f"max_models = {section.max_models}"
+            raise RefusedError(f"service.{key}: there is no room for another model; finish a session")
         self.adapters.create(model, spec)
 
     def _save(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from bench.equivalence.measure import leave_groups
+from bridge.export.source import whole_tensors
 from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.adapters import AdapterSpec, RefusedError
 from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest, response_datum
@@ -23,6 +24,7 @@ from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
 from engine.runtime import parallel
 from engine.sample import Sample
+from megasync.run.weights import build_exporter
 
 LOSSES = tuple(TOKEN_LOSSES)
 ADAM = AdamParameters(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
@@ -32,7 +34,7 @@ ALPHA, RANK = 16.0, 8
 def build(path: str, **options: Any) -> Driven:
     split = ParallelConfig(**options.pop("parallel", {}))
     parallel.initialize(split, seed=0)
-    lora = LoraConfig(rank=RANK, alpha=ALPHA)
+    lora = LoraConfig(rank=options.pop("rank", RANK), alpha=ALPHA)
     tokens = {"tokens_per_microbatch": 40, **options}
     engine = EngineConfig(wrap="ddp", parallel=split, lora=lora, **tokens)
     return Driven(Engine(ModelConfig(path=path, dtype="float32"), engine, AlgorithmConfig(name="sft"), num_steps=1))
@@ -78,7 +80,8 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        self.model.requires_grad_(False)
+        self.model.requires_grad_(not rank)
+        self.model.get_input_embeddings().padding_idx = None  # else the padding token's row gets no gradient
         self.parameters: dict[str, torch.nn.Parameter] = {}
         shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
         for key in tensors:
@@ -91,8 +94,12 @@ class Reference:
                 b_key = key.replace("lora_A", "lora_B")
                 self.parameters[b_key] = torch.nn.Parameter(tensors[b_key].clone())
                 self._adapt(self.model.get_submodule(linear), self.parameters[owner], self.parameters[b_key], ALPHA / rank)
+        if not rank:  # all parameters, of which those of one dimension do not decay
+            self.parameters = dict(self.model.named_parameters())
+        groups = [{"params": [each for each in self.parameters.values() if each.dim() > 1]}]
+        groups += [{"params": [each for each in self.parameters.values() if each.dim() == 1], "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
+            groups,
             lr=ADAM.learning_rate,
             betas=(ADAM.beta1, ADAM.beta2),
             eps=ADAM.eps,
@@ -164,6 +171,50 @@ def against_torch(path: str, rank: int, parallel: dict[str, int]) -> dict[str, d
             worst["weights"] = max(worst["weights"], difference(tensors[key], parameter.detach()))
         found[loss] = worst
     return found
+
+
+@leaves_groups
+def all_parameters(path: str, parallel: dict[str, int]) -> dict[str, float | bool]:
+    """Against torch as above, in all parameters; and bits after a base model was shown, and of a state that was saved and loaded.
+
+    Weights are those of this rank's stage.
+    """
+    driven, name = build(path, rank=0, parallel=parallel), "ppo"
+    base = whole(driven)
+    driven.adapters.create(name, AdapterSpec(rank=0))
+    reference = Reference(path, {}, 0)
+    worst = dict.fromkeys(("log_probs", "loss", "norm", "weights"), 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(3):
+            data = make_data(step)
+            passed = driven.forward_backward(name, data, name, {})
+            log_probs, total = reference.pass_(data, name, {})
+            for own, other in zip(passed.log_probs, log_probs, strict=True):
+                worst["log_probs"] = max(worst["log_probs"], difference(torch.from_numpy(own), other))
+            worst["loss"] = max(worst["loss"], abs(passed.loss - total) / max(1.0, abs(total)))
+            norm, other_norm = driven.optim_step(name, ADAM), reference.step()
+            worst["norm"] = max(worst["norm"], abs(norm - other_norm) / other_norm)
+        tensors, wanted = whole(driven), reference.model.state_dict()
+        worst["weights"] = max(difference(tensor, wanted[key]) for key, tensor in tensors.items())
+        driven.adapters.save(name, Path(folder))
+        sent = driven.adapters.factors(name)
+        after = train(driven, name, range(2))
+        driven.adapters.load(name, Path(folder), with_optimizer=True)
+        driven.adapters.show(None, {})
+        shown = same(whole(driven), base)
+        resumed = train(driven, name, range(2)) == after
+        driven.adapters.show(driven.adapters.specs[name], sent)
+        return {**worst, "base": shown, "resumed": resumed, "saved": same(whole(driven), tensors)}
+
+
+def whole(driven: Driven) -> dict[str, torch.Tensor]:
+    """Copies of the tensors of this rank's stage, by the names of Hugging Face."""
+    exporter = build_exporter(driven.engine, on_all_ranks=True)
+    return {name: tensor.clone() for name, tensor in whole_tensors(exporter)}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -255,8 +306,7 @@ def in_turns(path: str, parallel: dict[str, int]) -> dict[str, bool]:
         driven.adapters.show(None, {})  # as a sync of the base model does
     equal = {name: values[name] == alone[name][0] for name in specs}
     for name in specs:
-        own, other = adapter_of(driven, name), alone[name][1]
-        equal[f"{name}'s weights"] = own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+        equal[f"{name}'s weights"] = same(adapter_of(driven, name), alone[name][1])
     with tempfile.TemporaryDirectory() as folder:
         driven.adapters.save("two", Path(folder))
         after = train(driven, "two", range(4, 6))

@@ -35,6 +35,14 @@ def test_losses_gradients_and_steps_are_those_of_torch(model: str, rank: int, la
         check(worst)
 
 
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})])
+def test_all_parameters_are_trained_as_in_torch(model: str, num_ranks: int, layout: dict[str, int]) -> None:
+    for found in run_ranks(num_ranks, f"{CASES}:all_parameters", {"path": model, "parallel": layout}):
+        print(found)
+        check(found)
+        assert found["base"] and found["resumed"] and found["saved"]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_adapters_in_turns_have_the_bits_of_each_alone(model: str, num_ranks: int) -> None:
     for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": model, "parallel": {}}):

@@ -124,10 +124,10 @@ class Client:
         assert status == 200, answer
         return answer
 
-    async def create(self, path: str = "") -> None:
-        """`path`: of saved weights to start from."""
+    async def create(self, path: str = "", *, is_full: bool = False) -> None:
+        """`path`: of saved weights to start from; `is_full`: the server trains all parameters."""
         self.session = (await self.send("create_session", {}))["session_id"]
-        lora = {"rank": 4, "seed": 3, "train_unembed": False}
+        lora = {"rank": 4, "seed": 3, "train_unembed": is_full}
         fields: dict[str, Any] = {"session_id": self.session, "model_seq_id": 0}
         if path:
             sent = await self.send("load_weights", {**fields, "path": path, "optimizer": True})

@@ -29,6 +29,15 @@ def start(folder: Path, done: int = 0, num_slots: int = 1, **config: Any) -> Des
     return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done, num_slots)
 
 
+def test_clients_of_all_parameters_get_no_adapter() -> None:
+    reader = Reader(("Tiny/Model",), vocabulary_size=128, max_tokens=64, frozen_unembed=False, is_full=True, sessions={"s"})
+    call = reader.read("create_model", model_body("s", rank=32, train_unembed=True))
+    assert call.arguments["spec"]["rank"] == 0
+    for flag in ("train_attn", "train_mlp", "train_unembed"):
+        with pytest.raises(BadRequestError, match=rf"^lora_config\.{flag} = "):
+            reader.read("create_model", model_body("s", **{"train_unembed": True, flag: False}))
+
+
 def result_of(desk: Desk, name: str) -> bytes:
     _, num_bytes, pieces = desk.result(name)
     body = b"".join(pieces)

@@ -25,6 +25,7 @@ from megasync.service.catalog import Catalog
 from megasync.service.desk import Desk, Result, as_json
 from megasync.service.http import Server
 from megasync.service.queries import PREFIX
+from megasync.service.usage import Usage
 from megasync.service.journal import Journal
 
 KEY = "tml-mine"
@@ -40,7 +41,11 @@ class Running:
         self.journal = Journal(folder / "log.jsonl")
         self.desk = Desk(settings, self.journal, reader, 0)
         self.specs: dict[str, AdapterSpec] = {}
-        self.server = Server(settings, self.desk, Catalog(folder / "models", "Tiny/Model", "model", self.specs), key, 64)
+        self.done: list[tuple[str, str]] = []
+        self.lines: list[tuple[int, dict[str, Any]]] = []
+        self.usage = Usage(self.desk, lambda: {"": 0}, lambda step, values: self.lines.append((step, values)))
+        catalog = Catalog(folder / "models", "Tiny/Model", "model", self.specs)
+        self.server = Server(settings, self.desk, catalog, self.usage, key, 64)
         self.port, self.key, self.result = self.server.start("127.0.0.1", 0), key, result
         self.worker = threading.Thread(target=self._work)
         self.worker.start()
@@ -48,6 +53,7 @@ class Running:
     def _work(self) -> None:
         while (work := self.desk.next_work({"": 0})).kind != "end":
             for request in work.requests:
+                self.done.append((request.call.kind, request.call.scope))
                 self.desk.finish(request, self.result or as_json({"number": request.number}))
 
     def close(self) -> None:
@@ -195,6 +201,25 @@ def test_futures_that_nobody_fetches(run: Callable[..., Running]) -> None:
     assert peak_bytes() - before < 9000 * 1500 + 8 * 2**20
     assert running.fetch(names[0])[1] == {"text": "x" * 4096}
     assert running.fetch(names[-1])[1] == {"text": "x" * 4096}
+
+
+def test_a_client_that_is_gone_makes_room(run: Callable[..., Running]) -> None:
+    """Only where a place is wanted, and not one that gives signs of life."""
+    running = run(full_parameters=True, silent_seconds=1.0)
+    first = running.model()
+    running.specs[first] = AdapterSpec(rank=0)
+    session = first.partition(":")[0]
+    info = json.loads(running.send("get_info", {"model_id": first})[1])
+    assert (info["is_lora"], info["lora_rank"]) == (False, None)
+    for _ in range(8):
+        time.sleep(0.2)
+        assert running.send("session_heartbeat", {"session_id": session})[0] == 200
+    assert running.fetch(running.step(running.model(), 1))[0] == 200
+    assert ("finish_session", f"{session}:finish") not in running.done
+    time.sleep(1.2)
+    last = running.model()
+    assert running.fetch(running.step(last, 1))[0] == 200
+    assert running.done.index(("finish_session", f"{session}:finish")) < running.done.index(("create_model", last))
 
 
 def test_two_clients_with_one_id(run: Callable[..., Running]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import SERVED, write_tiny_model
 
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
@@ -47,6 +47,23 @@ def test_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ke
 def test_clients_train_adapters(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^engine\.lora\.rank = 0"):
         check_service(config(model, tmp_path, rank=0), 1)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("glm4_moe_lite", SERVED), ("gpt_oss", {}), ("qwen3_moe", {})])
+def test_mixtures_of_experts_are_refused(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+    """Before a rank starts, also with adapters of attention alone."""
+    path = str(write_tiny_model(tmp_path / "model", family, num_hidden_layers=2, **sizes))
+    given = config(path, tmp_path, engine={"lora": {"rank": 8, "targets": ["linear_proj"]}})
+    with pytest.raises(ConfigError, match=rf"^model\.path = .*: {family} is a mixture of experts"):
+        check_service(given, 1)
+
+
+def test_all_parameters_are_trained_on_purpose(model: str, tmp_path: Path) -> None:
+    """And without adapters."""
+    full = {"service": {"full_parameters": True}}
+    check_service(config(model, tmp_path, rank=0, **full), 1)
+    with pytest.raises(ConfigError, match=r"^engine\.lora\.rank = 8"):
+        check_service(config(model, tmp_path, **full), 1)
 
 
 def test_a_folder_keeps_its_settings(model: str, tmp_path: Path) -> None:

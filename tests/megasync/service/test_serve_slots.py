@@ -59,11 +59,21 @@ async def base(server: Server, http: aiohttp.ClientSession) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("num_clients", "num_versions", "num_slots"), [(4, 2, 2), pytest.param(64, 1, 8, marks=pytest.mark.long)]
+    ("num_clients", "num_versions", "num_slots", "layout"),
+    [
+        (4, 2, 2, ""),
+        pytest.param(64, 1, 8, "", marks=pytest.mark.long),
+        pytest.param(3, 2, 2, "tensor=2", marks=pytest.mark.long),
+        pytest.param(3, 2, 2, "pipeline=2", marks=pytest.mark.long),
+        pytest.param(3, 2, 2, "tensor=1", marks=pytest.mark.long),  # two data-parallel ranks
+    ],
 )
-def test_clients_side_by_side_are_as_alone(tmp_path: Path, num_clients: int, num_versions: int, num_slots: int) -> None:
-    overrides = ("engine.lora.sync=adapter", f"service.adapter_slots={num_slots}", "service.max_models=200")
-    server = Server(tmp_path, 1, *overrides)
+def test_clients_side_by_side_are_as_alone(
+    tmp_path: Path, num_clients: int, num_versions: int, num_slots: int, layout: str
+) -> None:
+    overrides = ["engine.lora.sync=adapter", f"service.adapter_slots={num_slots}", "service.max_models=200"]
+    overrides += [f"engine.parallel.{layout}"] if layout else []
+    server = Server(tmp_path, 2 if layout else 1, *overrides)
     server.start()
 
     async def run() -> tuple[list[Done], list[Done], list[Any]]:
