@@ -5,7 +5,7 @@ decoding alone may still read what was there before the sync. The scoring finds 
 weights that reached the wrong place, or changed there, and layers with other outputs. Leaves out the scoring itself
 (Engine.score, ReplicaPool) and the read-back (Publisher).
 
-    canary = Canary(sequences, tolerance=0.2, answer_seconds=60.0, note=print)
+    canary = Canary(sequences, prompts, tolerance=0.2, answer_seconds=60.0, note=print)
     canary.score_by_trainer(engine)                 # the weights that are published next
     canary.compare(version, pool, publisher)        # {"sync/canary_gap": 0.006, ...}; raises CanaryError
 """
@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +25,12 @@ from bridge.config import CANARY_SEQUENCES, CANARY_TOKENS
 from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
+from engine.config import PLAIN_FAMILIES
 from engine.engine import Engine
 from engine.sample import Sample
 from megasync.config.schema import Config
 from megasync.data.load import RunData
+from megasync.models.folder import model_fields
 from megasync.report.log import RunLog
 from megasync.run.rank_zero import on_rank_zero
 
@@ -46,6 +49,7 @@ class Canary:
     def __init__(
         self,
         sequences: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
         tolerance: float,
         answer_seconds: float,
         note: Callable[[str], None],
@@ -54,12 +58,14 @@ class Canary:
         """
         Args:
             sequences: of two tokens or more.
+            prompts: what the replica decodes tokens after, some that are not certain.
             tolerance: the largest mean of |gap| over all tokens, in nats.
             answer_seconds: of a replica; one that takes longer is left to those who look after replicas.
             note: logs a line for the user.
             remedy: for the error, by the version on which both sides differ.
         """
-        self.sequences, self.tolerance, self.answer_seconds, self.note = sequences, tolerance, answer_seconds, note
+        self.sequences, self.prompts = sequences, prompts
+        self.tolerance, self.answer_seconds, self.note = tolerance, answer_seconds, note
         self.remedy = remedy
         self._num_compared, self._seconds = 0, 0.0
         self._own: Scores = []
@@ -111,10 +117,9 @@ class Canary:
             return replica, None, 0.0
 
     def _decoding_gap(self, pool: ReplicaPool, replica: int) -> float:
-        """The replica decodes the end of each sequence again, and scores it."""
-        starts = [tuple(map(int, ids[: max(1, len(ids) - DECODED_TOKENS)])) for ids in self.sequences]
-        lengths = [len(ids) - len(start) for ids, start in zip(self.sequences, starts, strict=True)]
-        requests = [GenerationRequest(start, max_new_tokens=n, seed=0) for start, n in zip(starts, lengths, strict=True)]
+        """The replica decodes the first tokens of responses, and scores them."""
+        starts = [tuple(map(int, ids)) for ids in self.prompts]
+        requests = [GenerationRequest(start, max_new_tokens=DECODED_TOKENS, seed=0) for start in starts]
         decoded = [completion for (completion,) in pool.generate_by(replica, requests, self.answer_seconds)]
         whole = [(*start, *map(int, each.token_ids)) for start, each in zip(starts, decoded, strict=True)]
         scores = pool.score(replica, whole, self.answer_seconds)
@@ -125,27 +130,32 @@ class Canary:
 def build_canary(config: Config, data: RunData | None, log: RunLog) -> Canary | None:
     """None where it is switched off. `data` is rank 0's. Collective."""
     tolerance = config.sync.canary_tolerance
-    sequences: list[tuple[int, ...]] = on_rank_zero(lambda: _sequences(config, data)) if tolerance else []
+    sequences, prompts = on_rank_zero(lambda: _sequences(config, data)) if tolerance else ([], [])
     if not sequences:
         return None
     most = 0.0 if config.model.exact else tolerance or 0.0
     seconds = config.rollout.answer_timeout_seconds
-    return Canary(sequences, most, seconds, log.note, lambda version: bisect_remedy(config, version))
+    return Canary(sequences, prompts, most, seconds, log.note, lambda version: bisect_remedy(config, version))
 
 
 def bisect_remedy(config: Config, version: int) -> str:
-    """The command that compares both sides module by module: with this version where its weights are kept."""
+    """The command that compares both sides module by module: with this version where its weights are kept. Empty: none does."""
+    if model_fields(Path(config.model.path)).get("model_type") not in PLAIN_FAMILIES:
+        return ""
     step = f" --step {version}" if config.sync.log == "deltas" else ""
     of = "" if step else ", of the newest checkpoint (sync.log=deltas keeps every version)"
     return f"; `megasync bisect {config.run.folder}{step}` names the first module whose outputs differ{of}"
 
 
-def _sequences(config: Config, data: RunData | None) -> list[tuple[int, ...]]:
-    """None is longer than a prompt with its response, which has room everywhere."""
+def _sequences(config: Config, data: RunData | None) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """To score, and to decode after: none is longer than a prompt with its response, which has room everywhere."""
     assert data is not None
     prompts = [data.prompts.prompt_ids(example) for example in data.train[: CANARY_SEQUENCES * CANARY_TOKENS]]
-    longest = max(len(ids) for ids in prompts) + config.rollout.max_new_tokens - 1
-    return probe_sequences(prompts, CANARY_SEQUENCES, min(CANARY_TOKENS, longest))
+    most_new = config.rollout.max_new_tokens
+    longest = max(len(ids) for ids in prompts) + most_new - 1
+    room = max(1, longest + 1 - DECODED_TOKENS)
+    begun = [tuple(ids[-min(CANARY_TOKENS, room) :]) for ids in prompts[:CANARY_SEQUENCES]]
+    return probe_sequences(prompts, CANARY_SEQUENCES, min(CANARY_TOKENS, longest)), begun
 
 
 def probe_sequences(prompts: Sequence[Sequence[int]], num_sequences: int, length: int) -> list[tuple[int, ...]]:

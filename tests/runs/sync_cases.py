@@ -169,7 +169,7 @@ def weight_sync(config: Config, built: Engine, pool: RankZero[Any]) -> WeightSyn
     """With a canary and replicas of their own devices."""
     log, exporter = RunLog(config, first_step=0, write=False), Weights(config, built).exporter
     publisher = build_publisher(exporter, pool.here, config)
-    canary = Canary(probe_sequences([range(5, 40)], 3, 12), 1e-3, 60.0, print)
+    canary = Canary(probe_sequences([range(5, 40)], 3, 12), [(5, 6, 7), (20, 21)], 1e-3, 60.0, print)
     devices = DeviceSharing(config, make_room_for_replicas(config, built, log.timeline), pool, log.timeline)
     return WeightSync(config, built, log, exporter, publisher, pool, devices, canary, None, None)
 

@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_and_their_turns(run: tuple[Path
     lines = metrics(resumed)
     in_midst = [sample for sample in saved if not sample.is_over]
     assert sum(line["episode/resumed"] for line in lines[3:]) == len(in_midst)
-    assert all(line["episode/anew"] == 0 for line in lines)
+    assert all(line["episode/restarted"] == 0 for line in lines)
     assert [line["step"] for line in lines] == list(range(1, 8)) and lines[:3] == metrics(run[0])[:3]
     assert sum(line["episode/dropped"] for line in lines) == 7 * 4, "each prompt is trained once"
 

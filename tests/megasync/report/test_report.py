@@ -253,10 +253,10 @@ def test_every_metric_that_varies_is_drawn_or_named_elsewhere() -> None:
     ratios = {"ratio/mean", "ratio/first_minibatch_mean", "importance/mean"}
     constant = {"version", "sync/bytes", "sync/verified", "sync/replicas", "memory/device_total_bytes"}
     of_log = {"sync/log_bytes", "sync/log_seconds", "sync/changed_fraction", "sync/sent_bytes"}
-    of_resume = {"episode/resumed", "episode/anew"}
+    of_resume = {"episode/resumed", "episode/restarted"}
     of_summary = {"memory/worker_device_bytes", "memory/worker_host_peak_bytes"}
     errors = {"eval/reward_error", "eval/accuracy_error", "eval/loss_error"}
-    others = {"loss/total", "train/skipped_steps", "train/response_tokens", "eval/perplexity"}
+    others = {"service/client", "loss/total", "train/skipped_steps", "train/response_tokens", "eval/perplexity"}
     assert set(keys) - drawn == ratios | constant | of_log | of_resume | of_summary | errors | others
 
 

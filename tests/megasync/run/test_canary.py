@@ -5,7 +5,9 @@ python -m pytest tests/megasync/run/test_canary.py
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.run.canary import Canary, CanaryError, mean_gap, probe_sequences, read_back_difference
+from megasync.config.schema import Config
+from megasync.run.canary import Canary, CanaryError, bisect_remedy, mean_gap, probe_sequences, read_back_difference
 from tests.support.ranks import run_ranks
 
 PROMPTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
@@ -38,6 +41,12 @@ def test_the_gap_is_over_tokens_and_is_no_number_where_a_score_is_none() -> None
     assert math.isnan(mean_gap(own, [others[0], np.array([np.nan], np.float32)]))
 
 
+def test_bisect_is_advised_where_it_follows_the_modules(tmp_path: Path) -> None:
+    for family, is_advised in (("qwen3", True), ("gpt_oss", False), ("qwen3_5_text", False), ("seed_oss", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        assert ("megasync bisect" in bisect_remedy(Config(model={"path": str(tmp_path)}), 3)) == is_advised
+
+
 def compare(scores: list[float], decoded: float = -1.0) -> dict[str, float] | str:
     """Metrics of a replica that gives these log-probs where the trainer's are -1 and -2, or why it stops the run.
 
@@ -52,7 +61,7 @@ def compare(scores: list[float], decoded: float = -1.0) -> dict[str, float] | st
     replica = SimpleNamespace(
         members=[3], score=lambda *_: [np.array(scores, np.float32)], generate_by=lambda *_: [[completion]]
     )
-    canary = Canary([(1, 2, 3)], 0.2, 60.0, print)
+    canary = Canary([(1, 2, 3)], [(1,)], 0.2, 60.0, print)
     canary.score_by_trainer(trainer)
     try:
         return canary.compare(7, replica, SimpleNamespace(diff_with_replica=lambda replica: ([], "")))
@@ -69,7 +78,7 @@ def test_a_gap_above_the_tolerance_or_of_no_number_stops_the_run() -> None:
     assert "version 7: replica 3 decodes" in why
     for wrong in ([-1.0, -2.5], [-1.0, math.nan]):
         (why,) = run_ranks(1, "tests.megasync.run.test_canary:compare", {"scores": wrong})
-        assert "version 7: replica 3" in why
+        assert "version 7: replica 3" in why and "decodes" not in why
 
 
 def test_the_first_layer_is_named() -> None:
