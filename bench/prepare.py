@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 from bench.common.model import write_config, write_model
@@ -15,7 +16,7 @@ from megasync.checks.sizes import MAX_SERVED_RANK
 from megasync.config.errors import ConfigError, explain, refuse_if
 from megasync.config.load import with_changes
 from megasync.launch.devices import visible_devices
-from megasync.models.folder import check_model_folder
+from megasync.models.folder import check_model_config, check_model_folder
 from megasync.models.model_shape import SHAPES
 
 
@@ -30,7 +31,7 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     elif verb == "train":
         if not config.model.path:
             return _with_shapes(config)
-        check_model_folder(config.model.path)
+        check_model_config(Path(config.model.path))  # weights are drawn
     else:
         return _prepare(config, verb)
     return config

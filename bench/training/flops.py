@@ -1,40 +1,44 @@
-"""What a training step of a model costs by its sizes: parameters, and operations of attention. No torch in here.
+"""What a training step of a model costs by its config.json: parameters, and operations of attention. No torch in here.
 
-Leaves out the sizes themselves (megasync/models/model_shape.py) and the measurements (rank.py).
+Leaves out the measurements (rank.py).
 
-    6 * num_active_parameters(SHAPES["30b-a3b"])      # operations a token, forward and backward, without attention
+    6 * num_active_parameters(folder)      # operations a token, forward and backward, without attention
 """
 
 from __future__ import annotations
 
 import math
-import re
-from typing import Any
+from pathlib import Path
 
-from bench.common.model import tensors_of
-from megasync.models.model_shape import Shapes
-
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+from megasync.models.folder import model_fields, model_shape
+from megasync.models.tensors import EMBEDDINGS, TIED_HEAD, expected_tensors
 
 
-def read_shapes(hf_config: dict[str, Any]) -> Shapes:
-    """Those of a config.json."""
-    return Shapes(**{name: hf_config[name] for name in Shapes._fields if name in hf_config})
+def num_parameters(folder: str | Path) -> int:
+    """All, tied embeddings once."""
+    sizes = _sizes(folder)
+    if model_fields(folder).get("tie_word_embeddings"):
+        del sizes[TIED_HEAD]
+    return sum(sizes.values())
 
 
-def num_parameters(shapes: Shapes, num_experts: int) -> int:
-    """With so many experts of those that there are, tied embeddings once."""
-    tensors = tensors_of(shapes.hf_config(1))
-    experts = {name: EXPERT.search(name) for name in tensors}
-    return sum(math.prod(tensors[name]) for name, found in experts.items() if found is None or int(found[1]) < num_experts)
+def num_active_parameters(folder: str | Path) -> int:
+    """The parameters that one token is multiplied by: of experts its own, and no embeddings, which are looked up."""
+    shape, total = model_shape(folder), 0
+    for name, size in _sizes(folder).items():
+        if name != EMBEDDINGS:
+            total += size * shape.num_experts_per_tok // shape.num_experts if ".experts." in name else size
+    return total
 
 
-def num_active_parameters(shapes: Shapes) -> int:
-    """Those that one token meets."""
-    return num_parameters(shapes, shapes.num_experts_per_tok)
+def attention_flops(folder: str | Path, sequence_length: int) -> int:
+    """A token's, forward and backward: two products with the causal attention matrix, three with a delta net's state."""
+    shape = model_shape(folder)
+    width = shape.num_attention_heads * (shape.head_dim or shape.hidden_size // shape.num_attention_heads)
+    states = shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim
+    return 6 * shape.num_cached_layers * width * (sequence_length + 1) + 18 * shape.num_delta_layers * states
 
 
-def attention_flops(shapes: Shapes, sequence_length: int) -> int:
-    """Of the two products with the causal attention matrix, a token, forward and backward."""
-    size = shapes.num_attention_heads * shapes.head_dim if shapes.head_dim else shapes.hidden_size
-    return 6 * shapes.num_hidden_layers * size * (sequence_length + 1)
+def _sizes(folder: str | Path) -> dict[str, int]:
+    tensors = expected_tensors(model_shape(folder), model_fields(folder))
+    return {name: math.prod(size) for name, size in tensors.items()}

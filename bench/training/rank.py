@@ -5,11 +5,9 @@ Leaves out which variants are run (variants.py).
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from bench.common.memory import restart_host_peak
 from bench.common.program import Measured, Program
 from bench.common.random_engine import RandomEngine
 from bench.config import VARIANTS, BenchRoot, VariantName
-from bench.training.flops import attention_flops, num_active_parameters, read_shapes
+from bench.training.flops import attention_flops, num_active_parameters
 from engine.attention import fused
 from engine.attention.core import CoreAttention
 from engine.config import OFFLOAD_KINDS
@@ -29,7 +27,7 @@ from engine.offload import Offload, storages
 from engine.runtime import device, parallel
 from engine.runtime.memory import memory_metrics
 from engine.sample import RolloutSampling, Sample
-from megasync.models.model_shape import Shapes
+from megasync.models.folder import model_shape
 
 
 class DotProductCore(CoreAttention):
@@ -57,7 +55,7 @@ class TrainBench(Program):
         config, bench = self.config, self.config.bench_train
         parallel.initialize(config.engine.parallel, config.run.seed, timeout_seconds=bench.variant_seconds)
         variant = bench.variants[0]
-        shapes = read_shapes(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+        vocabulary_size = model_shape(config.model.path).vocab_size
         begin = time.perf_counter()
         built = build_engine(config, variant)
         measured: Measured = {
@@ -66,14 +64,14 @@ class TrainBench(Program):
             "recompute": built.config.recompute,
             "build_seconds": time.perf_counter() - begin,
         }
-        rounds, peaks = train(config, built, shapes.vocab_size)
+        rounds, peaks = train(config, built, vocabulary_size)
         reserved = reserved_and_used()  # before the products below take memory of their own
         ceiling = product_ceiling()  # after the steps: the device is as warm as it was for them
         measured |= {"steps": rounds, **reserved, **memory_and_ceiling(built, peaks, ceiling)}
-        measured |= _speed(config, shapes, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
+        measured |= _speed(config, rounds[bench.warm_up_steps :], measured["ceiling_flops"])
         self.keep(measured, is_complete=False)
         if variant in bench.profile and device.has_cuda():
-            measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, shapes.vocab_size))
+            measured["profile"] = profile(built, random_samples(config, 0, built.layout.data_size, vocabulary_size))
             self.keep(measured, is_complete=False)
         if variant in bench.offload:
             measured["offload"] = time_offload(built)
@@ -186,14 +184,14 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _speed(config: BenchRoot, shapes: Shapes, rounds: list[Measured], ceiling: float) -> Measured:
+def _speed(config: BenchRoot, rounds: list[Measured], ceiling: float) -> Measured:
     """Per GPU, from the median step."""
     bench = config.bench_train
     seconds = sorted(step["update_seconds"] for step in rounds)[len(rounds) // 2]
     split = math.prod(getattr(config.engine.parallel, axis) for axis in ("tensor", "pipeline", "context"))
     tokens = bench.num_microbatches * bench.num_sequences * bench.sequence_length / split
-    of_attention = attention_flops(shapes, bench.sequence_length) * tokens / seconds
-    model_flops = 6 * num_active_parameters(shapes) * tokens / seconds
+    of_attention = attention_flops(config.model.path, bench.sequence_length) * tokens / seconds
+    model_flops = 6 * num_active_parameters(config.model.path) * tokens / seconds
     return {
         "step_seconds_median": seconds,
         "tokens_per_second_per_gpu": tokens / seconds,

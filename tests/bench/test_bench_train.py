@@ -9,8 +9,9 @@ import pytest
 
 from bench import cli
 from bench.config import VARIANTS
-from bench.training.flops import num_active_parameters, num_parameters, read_shapes
+from bench.training.flops import attention_flops, num_active_parameters, num_parameters
 from bench.training.variants import COMPARED, compare
+from bench.common.model import write_config
 from megasync.models.model_shape import SHAPES
 
 pytestmark = pytest.mark.long
@@ -69,11 +70,21 @@ def test_a_wrong_key_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture
     assert "ddp" in capfd.readouterr().err
 
 
-def test_parameters_are_counted_as_published() -> None:
-    assert num_parameters(SHAPES["3b"], SHAPES["3b"].num_experts) == 3_085_938_688  # Qwen2.5-3B
-    assert num_parameters(SHAPES["7b"], SHAPES["7b"].num_experts) == 7_615_616_512  # Qwen2.5-7B
-    assert num_parameters(SHAPES["30b-a3b"], SHAPES["30b-a3b"].num_experts) == 30_532_122_624  # Qwen3-30B-A3B
-    assert num_active_parameters(SHAPES["30b-a3b"]) == 3_353_032_704
-    assert read_shapes(SHAPES["7b"].hf_config(2048)) == SHAPES["7b"]
-    assert read_shapes(SHAPES["30b-a3b"].hf_config(2048)) == SHAPES["30b-a3b"]
+@pytest.mark.parametrize(
+    ("shapes", "number", "active"),
+    [
+        ("3b", 3_085_938_688, 3_085_938_688),  # Qwen2.5-3B: its embeddings are the output layer
+        ("7b", 7_615_616_512, 7_615_616_512 - 152064 * 3584),  # Qwen2.5-7B
+        ("30b-a3b", 30_532_122_624, 3_353_032_704 - 151936 * 2048),  # Qwen3-30B-A3B
+    ],
+)
+def test_parameters_are_counted_as_published(tmp_path: Path, shapes: str, number: int, active: int) -> None:
+    write_config(tmp_path, SHAPES[shapes].hf_config(2048), "bfloat16")
+    assert num_parameters(tmp_path) == number
+    assert num_active_parameters(tmp_path) == active
+    size = SHAPES[shapes].num_attention_heads * 128
+    assert attention_flops(tmp_path, 999) == 6 * SHAPES[shapes].num_hidden_layers * size * 1000
+
+
+def test_variants_are_of_both_wraps() -> None:
     assert {variant.wrap for variant in VARIANTS.values()} == {"ddp", "megatron_fsdp"}
