@@ -14,7 +14,15 @@ from bridge.generation import MAX_SUPPORT
 from engine.config import BIASED_ROUTERS, GROUPED, AlgorithmConfig
 from engine.wrap import ddp_fields
 from megasync.checks.exact import deterministic_errors, exact_errors
-from megasync.checks.sizes import cache_errors, engine_errors, length_errors, placement_errors, rank_errors, served_errors
+from megasync.checks.sizes import (
+    cache_errors,
+    engine_errors,
+    kernel_errors,
+    length_errors,
+    placement_errors,
+    rank_errors,
+    served_errors,
+)
 from megasync.checks.teacher import teacher_errors
 from megasync.checks.unused import unused_errors
 from megasync.config.errors import ConfigError, nearest_name, refuse, shown_value, wrong
@@ -43,6 +51,7 @@ def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: 
     """
     on_gpus = bool(visible_devices()) if on_gpus is None else on_gpus
     found = [*engine_errors(config, shape), *exact_errors(config, shape, on_gpus=on_gpus), *_router_errors(config, shape)]
+    found += kernel_errors(config, shape, on_gpus=on_gpus)
     if config.algorithm.name == "grpo":
         found += served_errors(config, shape, on_gpus=on_gpus)
         found += [*length_errors(config, shape), *cache_errors(config, shape), *placement_errors(config, num_ranks)]

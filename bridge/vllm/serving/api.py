@@ -163,7 +163,7 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
     }
     arguments |= _optional_arguments(config, arguments["enforce_eager"])
     arguments |= config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
-    arguments |= delta.engine_arguments(config.model_path)
+    arguments |= delta.engine_arguments(config.model_path, config.engine_arguments)
     if gpt_oss.is_quantised(config.model_path):
         arguments["hf_overrides"] = partial(gpt_oss.without_quantisation, fields=arguments.get("hf_overrides") or {})
     has_workers = config.tensor_parallel > 1 and torch.cuda.is_available()

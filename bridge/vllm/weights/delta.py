@@ -7,7 +7,7 @@ norm, which are as in other layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,25 @@ STASH = "_cpu_unpacked_conv_weight"  # what CPUs packed a convolution's weight o
 Slice = tuple[str, tuple[int, ...], torch.Tensor]  # HF name, offsets in the full tensor, this worker's part
 
 
-def engine_arguments(model_path: str) -> dict[str, Any]:
-    """Fields of EngineArgs that override the user's: no prefix caching on CPUs.
+def engine_arguments(model_path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of EngineArgs for models with these layers, where the user has not `given` them.
 
-    For these layers it needs prompts in chunks (model_executor/models/config.py:MambaModelConfig), which are off there (api.py).
+    No prefix caching, on CPUs whatever is given: for these layers it needs prompts in chunks (model_executor/models/config.py:
+    MambaModelConfig), which are off there (api.py); on GPUs vLLM calls it experimental, and its blocks may be longer than a
+    batch. On GPUs Triton kernels, where vLLM would take flashinfer's (mamba/gdn/qwen_gdn_linear_attn.py:
+    _resolve_gdn_prefill_backend), which a compiler that may be missing compiles at the first prompt; and states in the dtype
+    that config.json names, which 0.26 reads for other classes alone.
     """
     path = Path(model_path) / "config.json"
     fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    has_delta_nets = "linear_num_value_heads" in fields.get("text_config", fields)
-    return {"enable_prefix_caching": False} if has_delta_nets and not torch.cuda.is_available() else {}
+    fields = fields.get("text_config", fields)
+    if "linear_num_value_heads" not in fields:
+        return {}
+    if not torch.cuda.is_available():
+        return {"enable_prefix_caching": False}
+    own = {"enable_prefix_caching": False, "gdn_prefill_backend": "triton"}
+    own |= {"mamba_ssm_cache_dtype": fields.get("mamba_ssm_dtype", "auto")}
+    return {name: value for name, value in own.items() if name not in given}
 
 
 def is_delta_net(layer: Any) -> bool:

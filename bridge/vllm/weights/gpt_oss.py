@@ -1,14 +1,14 @@
 """vLLM's gpt-oss: names of its own, sinks in the attention layer itself, and experts that Hugging Face holds as one tensor.
 
-Read in vllm 0.32.0, model_executor/models/gpt_oss.py. Its loader transposes experts: a load plan leaves them to it. A folder in
-MXFP4 is loaded in the replica's dtype, by a subclass that decodes NAME_blocks and NAME_scales. Leaves out layers that are as in
-other models, and packed experts (experts.py).
+Read in vllm 0.26.0 and 0.32.0, model_executor/models/gpt_oss.py. Its loader transposes experts: a load plan leaves them to it. A
+folder in MXFP4 is loaded in the replica's dtype, by a subclass that decodes NAME_blocks and NAME_scales. Leaves out layers that
+are as in other models, and packed experts (experts.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from bridge.layout.manifest import Manifest, TensorSpec
 
 MODEL = "GptOssForCausalLM"
 BLOCKS, SCALES = "_blocks", "_scales"  # of a tensor in MXFP4: two numbers a byte, and a scale for each block of them
-ATTENTION, EXPERTS = "OAIAttention", "GptOssRoutedExperts"
+ATTENTION, EXPERTS = "OAIAttention", ("GptOssRoutedExperts", "RoutedExperts")  # in 0.26 the latter, as in other models
 PARTS = {"w13_weight": "gate_up_proj", "w13_bias": "gate_up_proj_bias", "w2_weight": "down_proj", "w2_bias": "down_proj_bias"}
 NAMES = {".attn.": ".self_attn.", "model.embedding": "model.embed_tokens"}  # of its modules: Hugging Face's
 
@@ -52,6 +52,59 @@ class _OfPackedFolder:
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         return super().load_weights(unpacked(weights))  # type: ignore[misc]
+
+
+class _LoadsStacks(_OfPackedFolder):
+    """With vLLM 0.26, whose loader copies stacks of experts into parameters without their weight loaders (:1021-1070).
+
+    They get weight loaders here, which a reload can wrap. Leaves out expert parallelism in vLLM.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        for path, layer in self.named_modules():  # type: ignore[attr-defined]
+            if path.endswith(".routed_experts"):
+                for name in PARTS:
+                    vars(getattr(layer, name))["weight_loader"] = _stack_loader(layer, name)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        loaded = set[str]()
+        return super().load_weights(self._load_stacks(weights, loaded)) | loaded
+
+    def _load_stacks(
+        self, weights: Iterable[tuple[str, torch.Tensor]], loaded: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The other tensors; names of the parameters that were loaded come into `loaded`."""
+        names = {theirs: ours for ours, theirs in PARTS.items()}
+        for name, tensor in unpacked(weights):
+            path, _, last = name.rpartition(".")
+            if not path.endswith(".mlp.experts"):
+                yield name, tensor
+                continue
+            loaded.add(f"{path}.routed_experts.{names[last]}")
+            parameter = self.get_parameter(f"{path}.routed_experts.{names[last]}")  # type: ignore[attr-defined]
+            parameter.weight_loader(parameter, tensor)
+
+
+def _stack_loader(layer: Any, name: str) -> Callable[[torch.nn.Parameter, torch.Tensor], None]:
+    """For parameter `name` of a layer's experts: takes Hugging Face's tensor of all experts, copies this worker's part."""
+
+    def load(param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        size, rank = layer.intermediate_size_per_partition, layer.moe_config.tp_rank
+        if name == "w2_bias":
+            part = loaded_weight if rank == 0 else torch.zeros_like(loaded_weight)  # it is added once
+        elif name == "w2_weight":
+            part = loaded_weight.narrow(1, rank * size, size)
+        else:
+            part = loaded_weight.narrow(-1, 2 * rank * size, 2 * size)
+        param.data.copy_(part if part.ndim < 3 else part.transpose(1, 2))
+
+    return load
+
+
+def loads_by_expert(model: torch.nn.Module) -> bool:
+    """Whether it is a gpt-oss model whose weight loaders take one expert's tensor at a time."""
+    return is_model(model) and not isinstance(model, _LoadsStacks)
 
 
 def unpacked(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,7 +171,7 @@ def sinks(path: str, layer: Any) -> Iterator[Slice]:
 
 
 def is_stack(layer: Any) -> bool:
-    return type(layer).__name__ == EXPERTS
+    return type(layer).__name__ in EXPERTS and hasattr(layer, "w13_bias")
 
 
 def stack_name(path: str, name: str) -> str:
@@ -148,4 +201,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from vllm.model_executor.models import gpt_oss
 
-    return type(MODEL, (_OfPackedFolder, gpt_oss.GptOssForCausalLM), {})
+    base = _OfPackedFolder if hasattr(gpt_oss, EXPERTS[0]) else _LoadsStacks
+    return type(MODEL, (base, gpt_oss.GptOssForCausalLM), {})

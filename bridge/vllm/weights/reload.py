@@ -83,6 +83,10 @@ def finish_reload(layers: Iterable[torch.nn.Module], model: torch.nn.Module, mod
 
     for layer in layers:
         finalize_layerwise_reload(layer, model_config)
+        head: Any
+        for head in (part for part in layer.modules() if type(part).__name__ == "ParallelLMHead"):
+            if head.weight.device.type == "cpu" and not hasattr(head, "cpu_linear"):
+                head.quant_method.process_weights_after_loading(head)  # rows that pad the vocabulary, to which nothing was loaded
     latent.renew(model)
     repack_tied_head(model)
 
@@ -120,6 +124,6 @@ def unloaded_layers(model: torch.nn.Module) -> list[str]:
 
 def load_stream(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
     """One pass of the model's own loader; the names of the parameters it loaded, None where the model does not say."""
-    weights = gpt_oss.by_expert(weights) if gpt_oss.is_model(model) else weights
+    weights = gpt_oss.by_expert(weights) if gpt_oss.loads_by_expert(model) else weights
     loaded: set[str] | None = model.load_weights(weights)  # type: ignore[operator]
     return None if loaded is None else experts.parameter_names(loaded)

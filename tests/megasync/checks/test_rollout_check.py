@@ -15,6 +15,7 @@ from megasync.config.errors import ConfigError
 from megasync.models.folder import model_shape
 from megasync.checks.data import ask_vllm
 from megasync.rewards.resolve import require_packages
+from tests.support.tiny_models import DELTA_SERVED, write_tiny_model
 from tests.support.config_files import cannot_run, command, refusal, refused, write, write_model, write_runnable
 
 
@@ -104,6 +105,52 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(runnable: Path, monkeypatc
     assert (error.key, error.value) == ("head_dim", "16") and "algorithm.name=sft" in error.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     check_layout(load_config(runnable, []), model_shape(folder), 2)
+
+
+def test_what_vllm_lacks_on_gpus(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = ["engine.lora.rank=4", "engine.lora.sync=adapter", "model.dtype=float32"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check_config(load_config(runnable, adapter), 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    error = refusal(runnable, *adapter)
+    assert (error.key, error.value) == ("model.dtype", "float32") and "engine.lora.sync=merged" in error.remedy
+    check_config(load_config(runnable, [*adapter, "model.dtype=bfloat16"]), 2)
+    check_config(load_config(runnable, [*adapter, "engine.lora.sync=merged"]), 2)
+
+
+@pytest.mark.parametrize(("nope", "value", "served"), [(128, 128, True), (192, 256, True), (24, 20, False)])
+def test_latent_attention_that_vllm_lacks_on_gpus(tmp_path: Path, nope: int, value: int, served: bool) -> None:
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 512, "qk_nope_head_dim": nope, "qk_rope_head_dim": 64, "v_head_dim": value}
+    folder = write_tiny_model(tmp_path / "latent", "deepseek_v3", tied=False, **sizes)
+    runnable = write_runnable(tmp_path)
+    config = load_config(runnable, [f"model.path={folder}", "rollout.max_new_tokens=16"])
+    check_layout(config, model_shape(folder), 2, on_gpus=False)
+    if served:
+        check_layout(config, model_shape(folder), 2, on_gpus=True)
+        return
+    with pytest.raises(ConfigError, match=rf"v_head_dim = \({nope}, 64, {value}\)[\s\S]*\(192, 64, 256\)"):
+        check_layout(config, model_shape(folder), 2, on_gpus=True)
+
+
+def test_kernels_of_gated_delta_nets_are_chosen_where_they_can_run(tmp_path: Path) -> None:
+    runnable, delta = write_runnable(tmp_path), write_tiny_model(tmp_path / "delta", "qwen3_5_text", **DELTA_SERVED)
+    plain = load_config(runnable, ["engine.kernels=fla"])
+    with pytest.raises(ConfigError, match=r"engine.kernels = fla[\s\S]*engine.kernels=auto"):
+        check_layout(plain, model_shape(plain.model.path), 2, on_gpus=True)
+    given = [f"model.path={delta}", "rollout.max_new_tokens=16", "engine.kernels=fla", "engine.wrap=ddp"]
+    check_layout(load_config(runnable, [*given, "model.dtype=bfloat16"]), model_shape(delta), 2, on_gpus=True)
+    with pytest.raises(ConfigError, match=r"engine.kernels = fla"):
+        check_layout(load_config(runnable, [*given, "model.dtype=bfloat16"]), model_shape(delta), 2, on_gpus=False)
+    with pytest.raises(ConfigError, match=r"engine.kernels = fla"):
+        check_layout(load_config(runnable, [*given, "model.dtype=float32"]), model_shape(delta), 2, on_gpus=True)
+
+
+def test_gpt_oss_is_refused_on_gpus(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "oss", "gpt_oss")
+    config = load_config(write_runnable(tmp_path), [f"model.path={folder}", "rollout.max_new_tokens=16"])
+    check_layout(config, model_shape(folder), 2, on_gpus=False)
+    with pytest.raises(ConfigError, match=r"model_type = gpt_oss"):
+        check_layout(config, model_shape(folder), 2, on_gpus=True)
 
 
 def test_a_cache_larger_than_the_memory_of_a_host_without_gpus(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
