@@ -9,4 +9,5 @@ windows.py  how many tokens each layer attends to (no torch)
 rope.py     rotary frequencies, scaled as config.json says
 latent.py   multi-latent attention, with projections of its own
 delta.py    the gated delta net, in place of attention
+delta_kernels.py  its kernels on GPUs
 """

@@ -2,8 +2,9 @@
 
 A head keeps a state S [key dim, value dim], zero at the start of each sequence. With a token's key k, value v, decay a and
 strength b:   S = a S + b k (v - a S^T k)^T,   and the result is S^T q. The tokens of a chunk are computed at once, chunk after
-chunk, in float32 by plain torch, on GPUs too: `rule` is where kernels would go. Before it comes a causal convolution that
-never reads another sequence. Tensor parallelism splits heads. Leaves out context parallelism, which rules.py refuses.
+chunk, in float32 by plain torch, or on GPUs by kernels that are installed (delta_kernels.py). Before it comes a causal
+convolution that never reads another sequence. Tensor parallelism splits heads. Leaves out context parallelism, which rules.py
+refuses.
 Sources: transformers 5.19 models/qwen3_5/modeling_qwen3_5.py; for the order of rows megatron-core 0.16.1 ssm/gated_delta_net.py,
 which takes no packed sequences.
 """
@@ -11,12 +12,13 @@ which takes no packed sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from engine.attention import delta_kernels
 from engine.batch.packed import PackedSequences
 from engine.runtime import device
 from engine.runtime.megatron import ColumnParallelLinear, MegatronModule, RowParallelLinear, tensor_parallel
@@ -24,6 +26,7 @@ from engine.runtime.megatron import ColumnParallelLinear, MegatronModule, RowPar
 CHUNK = 64
 NORM_EPSILON = 1e-6  # of queries' and keys' lengths
 MIXED = 3  # the parts of in_proj that go through conv1d, in Hugging Face's model in_proj_qkv; the others are a linear each
+PROBE_LENGTHS, PROBE_TOLERANCE = (5, 150, 64), 0.05  # tokens of the sequences that kernels are tried with; relative
 MOST_DECAY = 16.0  # of a token, at the start: exp(A_log) is drawn up to here
 
 
@@ -64,6 +67,93 @@ def rule(
     return torch.cat(results, 2)[:, :, :length].transpose(1, 2).to(value.dtype)
 
 
+def attend(
+    packed: PackedSequences, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor,
+    sizes: Sequence[int], key_dim: int,
+) -> torch.Tensor:  # fmt: skip
+    """What delta_kernels.attend computes, in plain torch."""
+    groups, inverse = packed.length_groups
+    pieces = []
+    for index, valid in groups:
+        out = of_sequences(mixed[index], log_decay[index], strength[index], conv1d, sizes, key_dim)
+        pieces.append(out.flatten(0, 1)[valid])
+    return torch.cat(pieces)[inverse]
+
+
+def of_sequences(
+    mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor, sizes: Sequence[int], key_dim: int
+) -> torch.Tensor:
+    """[n, L, rows] to [n, L, heads, value dim]. A sequence is a row: neither convolution nor state reach another."""
+    query, key, value = torch.split(F.silu(_convolve(mixed, conv1d)), list(sizes), -1)
+    values = torch.unflatten(value, -1, (log_decay.shape[-1], -1))
+    both = (torch.unflatten(x, -1, (-1, key_dim)) for x in (query, key))
+    q, k = (x.repeat_interleave(values.shape[2] // x.shape[2], 2) for x in both)
+    return rule(q, k, values, log_decay, strength)
+
+
+def gated_norm(heads: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What delta_kernels.gated_norm computes, in plain torch."""
+    normed = F.rms_norm(heads.float(), weight.shape, eps=epsilon).to(heads.dtype)
+    gated: torch.Tensor = weight * normed * F.silu(gate.float())
+    return gated.to(heads.dtype)
+
+
+def choose_kernels(kernels: str, config: Any) -> str:
+    """Use flash-linear-attention in this process with `engine.kernels=fla`, otherwise plain torch.
+
+    Tried with the model's heads, forward and backward, against plain torch. `config`: a TransformerConfig.
+
+    Returns:
+        What gated delta nets run on, for the log; empty for a model without such layers.
+
+    Raises:
+        ValueError: the kernels are selected and cannot be used.
+    """
+    delta_kernels.enable(False)
+    if not config.linear_attention_freq:
+        return ""
+    if kernels != "fla":
+        return "torch"
+    if reason := _problem(config):
+        raise ValueError(f"engine.kernels = fla: {reason}. Remedy: write engine.kernels=auto")
+    delta_kernels.enable(True)
+    return f"{delta_kernels.LIBRARY} {delta_kernels.version()}"
+
+
+def _problem(config: Any) -> str:
+    """Why the kernels cannot be used; empty: they compute what plain torch does."""
+    if not device.has_cuda():
+        return f"{delta_kernels.LIBRARY} needs an NVIDIA GPU, and there is none"
+    if config.params_dtype is torch.float32:
+        return f"{delta_kernels.LIBRARY} computes in 16 bits, and model.dtype is float32"
+    if not delta_kernels.version():
+        return f"{delta_kernels.LIBRARY} is not installed (pip install fla-core)"
+    expected = _probe(config, attend, gated_norm)
+    try:
+        found = _probe(config, delta_kernels.attend, delta_kernels.gated_norm)
+    except Exception as error:  # noqa: BLE001 - what a kernel raises on a machine that it was not made for
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True)]
+    return "" if max(errors) < PROBE_TOLERANCE else f"relative error of {max(errors):.2g} to torch"
+
+
+def _probe(config: Any, function: Callable[..., torch.Tensor], norm: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Values and gradients of random 16-bit tokens in as many heads as a rank has, for which kernels are tuned once."""
+    keys, heads = config.linear_key_head_dim, config.linear_num_value_heads // config.tensor_model_parallel_size
+    values, where, num_tokens = config.linear_value_head_dim, device.compute_device(), sum(PROBE_LENGTHS)
+    sizes = [size // config.tensor_model_parallel_size for size in split_sizes(config)[:MIXED]]
+    generator = torch.Generator(where).manual_seed(0)
+    shapes = [(num_tokens, sum(sizes)), (num_tokens, heads), (num_tokens, heads), (sum(sizes), 1, config.linear_conv_kernel_dim)]
+    shapes += [(num_tokens, heads, values), (values,), (num_tokens, heads, values)]
+    drawn = [torch.randn(shape, generator=generator, device=where) for shape in shapes]
+    mixed, decay, strength, conv1d, gate, weight, seed = (x.to(config.params_dtype).requires_grad_() for x in drawn)
+    packed = PackedSequences.from_lengths(list(PROBE_LENGTHS), where)
+    out = function(packed, mixed, F.logsigmoid(decay.float()), strength.sigmoid(), conv1d, sizes, keys)
+    out = norm(out, gate, weight, config.layernorm_epsilon)
+    gradients = torch.autograd.grad(out, [mixed, decay, strength, conv1d, gate, weight], seed.detach())
+    return [x.detach().float() for x in (out, *gradients)]
+
+
 def _normalised(x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPSILON)
@@ -92,6 +182,12 @@ def split_ranks(whole: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> li
     """The inverse of merge_ranks."""
     parts = [part.chunk(num_ranks) for part in torch.split(whole, list(sizes))]
     return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+
+
+def by_key_heads(whole: torch.Tensor, sizes: Sequence[int], num_key_heads: int) -> list[torch.Tensor]:
+    """Whole parts [rows, n], of `sizes`, become in_proj_qkvz and in_proj_ba of Qwen3-Next, whose rows lie by key heads."""
+    parts = [part.view(num_key_heads, -1, whole.shape[1]) for part in torch.split(whole, list(sizes))]
+    return [torch.cat(each, 1).flatten(0, 1) for each in (parts[: MIXED + 1], parts[MIXED + 1 :])]
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
@@ -138,41 +234,23 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         # in float32, whatever the dtype of the model
         log_decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
 
-        def attend(*inputs: torch.Tensor) -> torch.Tensor:
-            return self._attend(packed_seq_params, *inputs)
+        function = delta_kernels.attend if delta_kernels.is_enabled() else attend
+
+        def heads_of(*inputs: torch.Tensor) -> torch.Tensor:
+            mixed, log_decay, strength, conv1d = inputs
+            sizes, key_dim = self.sizes[:MIXED], self.config.linear_key_head_dim
+            return function(packed_seq_params, mixed, log_decay, strength, conv1d, sizes, key_dim)
 
         inputs = (mixed, log_decay, strength.sigmoid(), self.conv1d)
-        heads = tensor_parallel.checkpoint(attend, False, *inputs) if self.is_recomputed else attend(*inputs)
+        heads = tensor_parallel.checkpoint(heads_of, False, *inputs) if self.is_recomputed else heads_of(*inputs)
         output, _bias = self.out_proj(self._gated_norm(heads, gate.view(heads.shape)).flatten(1)[:, None])
         return output, None
-
-    def _attend(
-        self, packed: PackedSequences, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor
-    ) -> torch.Tensor:
-        """Of T packed tokens, [T, heads, value dim]."""
-        groups, inverse = packed.length_groups
-        pieces = []
-        for index, valid in groups:
-            out = self.of_sequences(mixed[index], log_decay[index], strength[index], conv1d)
-            pieces.append(out.flatten(0, 1)[valid])
-        return torch.cat(pieces)[inverse]
-
-    def of_sequences(
-        self, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor
-    ) -> torch.Tensor:
-        """[n, L, rows] to [n, L, heads, value dim]. A sequence is a row: neither convolution nor state reach another."""
-        query, key, value = torch.split(F.silu(_convolve(mixed, conv1d)), self.sizes[:MIXED], -1)
-        values = torch.unflatten(value, -1, (-1, self.config.linear_value_head_dim))
-        both = (torch.unflatten(x, -1, (-1, self.config.linear_key_head_dim)) for x in (query, key))
-        q, k = (x.repeat_interleave(values.shape[2] // x.shape[2], 2) for x in both)
-        return rule(q, k, values, log_decay, strength)
 
     def _gated_norm(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Each rank has some of the heads that share the weight: backwards its gradient is summed over ranks."""
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm, group=self.tp_group)
-        normed = F.rms_norm(heads.float(), self.norm.shape, eps=self.config.layernorm_epsilon).to(heads.dtype)
-        gated: torch.Tensor = weight * normed * F.silu(gate.float())
-        return gated.to(heads.dtype)
+        norm = delta_kernels.gated_norm if delta_kernels.is_enabled() else gated_norm
+        return norm(heads, gate, weight, self.config.layernorm_epsilon)
 
 
 def _convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,11 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         )
 
     @cached_property
+    def int64_offsets(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`cu_seqlens_q` as int64, on its device and on the host."""
+        return self.cu_seqlens_q.long(), torch.tensor([0, *itertools.accumulate(self.lengths)])
+
+    @cached_property
     def length_groups(self) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
         """Sequences of a part grouped by length for padded attention: a group's longest is less than twice its shortest.
 

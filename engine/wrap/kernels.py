@@ -21,23 +21,24 @@ from engine.config import EngineConfig
 from engine.wrap.table import WRAPS
 
 Library = Literal["torch", "apex", "TransformerEngine"]
-Setting = Literal["auto", "torch", "te"]
+Setting = Literal["auto", "torch", "te", "fla"]
 APEX: Library = "apex"
 TRANSFORMER_ENGINE: Library = "TransformerEngine"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The libraries that were chosen; attention's is in flash.py, since it depends on the model."""
+    """The libraries that were chosen; attention's are in flash.py and delta.py, since they depend on the model."""
 
     setting: Setting  # engine.kernels, or torch where torch's algorithms have to be deterministic
     weight_gradients: Library = "torch"
     adam: Library = "torch"
     left_out: tuple[str, ...] = ()  # why libraries that were looked for are not used
 
-    def describe(self, attention: str) -> str:
-        """One line for the log. `attention`: of flash.choose."""
+    def describe(self, attention: str, delta_nets: str) -> str:
+        """One line for the log. `attention`: of flash.choose; `delta_nets`: of delta.choose_kernels."""
         why = f" ({'; '.join(self.left_out)})" if self.left_out else ""
+        attention += f"; gated delta nets {delta_nets}" if delta_nets else ""
         used = f"attention {attention}; weight gradients {self.weight_gradients}{why}; Adam {self.adam}"
         return f"engine.kernels={self.setting}: {used}"
 
@@ -78,7 +79,7 @@ def _choose(setting: Setting, config: EngineConfig, dtype: str) -> Kernels:
             raise ValueError(f"engine.kernels = te: {problem}. Remedy: install it for this machine, or write engine.kernels=auto")
         return Kernels(setting, TRANSFORMER_ENGINE if adds else "torch", TRANSFORMER_ENGINE)
     left_out: list[str] = []
-    for library in (APEX, TRANSFORMER_ENGINE) if setting == "auto" and adds else ():
+    for library in (APEX, TRANSFORMER_ENGINE) if setting in ("auto", "fla") and adds else ():
         problem = _problem(library, main_dtype)
         if not problem:
             return Kernels(setting, library, left_out=tuple(left_out))

@@ -86,6 +86,9 @@ def _check_packages(config: Config) -> None:
             "remedy": "install transformer_engine[pytorch], 2.9 to 2.11, or write engine.kernels=auto",
         }
         missing.append(wrong(config, "engine.kernels", "TransformerEngine is not installed", **lines))
+    if config.engine.kernels == "fla" and not find_spec("fla"):
+        problem, remedy = "flash-linear-attention is not installed", "pip install fla-core, or write engine.kernels=auto"
+        missing.append(wrong(config, "engine.kernels", problem, choices="auto, torch", remedy=remedy))
     for name in missing_loggers(config.run.loggers):
         remedy = f"pip install {name}, or take {name} out of run.loggers"
         missing.append(wrong(config, "run.loggers", f"the package {name} is not installed", remedy=remedy))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from engine.attention.delta import MIXED, GatedDeltaNet, merge_ranks, rule, split_ranks, split_sizes
+from engine.attention import delta
+from engine.attention.delta import MIXED, merge_ranks, rule, split_ranks, split_sizes
 from engine.batch.packed import PackedSequences
 
 CONFIG = SimpleNamespace(
@@ -57,10 +57,9 @@ def attend(
     conv1d: torch.Tensor = CONVOLUTION, num_ranks: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """Of one of `num_ranks` tensor-parallel ranks, with its rows."""
-    layer = SimpleNamespace(config=CONFIG, sizes=[size // num_ranks for size in split_sizes(CONFIG)])
-    layer.of_sequences = partial(GatedDeltaNet.of_sequences, layer)
+    sizes = [size // num_ranks for size in split_sizes(CONFIG)[:MIXED]]
     packed = PackedSequences.from_lengths(lengths, torch.device("cpu"))
-    return GatedDeltaNet._attend(layer, packed, mixed, decay, strength, conv1d)
+    return delta.attend(packed, mixed, decay, strength, conv1d, sizes, CONFIG.linear_key_head_dim)
 
 
 def test_ranks_compute_their_heads() -> None:

@@ -77,7 +77,7 @@ def test_without_a_gpu_auto_is_torch_and_te_is_refused(monkeypatch: pytest.Monke
     chosen = kernels.choose(EngineConfig(wrap="ddp"), "bfloat16")
     assert (chosen.weight_gradients, chosen.adam) == ("torch", "torch")
     assert chosen.left_out == tuple(f"{name} needs an NVIDIA GPU, and there is none" for name in ("apex", "TransformerEngine"))
-    assert "weight gradients torch (apex needs an NVIDIA GPU" in chosen.describe("torch")
+    assert "weight gradients torch (apex needs an NVIDIA GPU" in chosen.describe("torch", "")
     for wrap, dtype in (("megatron_fsdp", "bfloat16"), ("ddp", "float32")):
         assert kernels.choose(EngineConfig(wrap=wrap), dtype) == kernels.Kernels("auto"), "nothing to choose"
     with pytest.raises(ValueError, match=r"engine.kernels = torch: another engine of this process has engine.kernels=auto"):

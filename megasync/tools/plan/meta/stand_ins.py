@@ -116,12 +116,12 @@ def _attend_grouped(self: Any, query: torch.Tensor, key: torch.Tensor, value: to
 
 
 def _attend_delta(
-    self: Any, packed: Any, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor
+    packed: Any, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, *others: Any
 ) -> torch.Tensor:
-    """GatedDeltaNet._attend for sequences of one length, as above."""
+    """delta.attend for sequences of one length, as above."""
     index = torch.arange(len(mixed), device="meta")
     rows = index.view(len(packed.lengths), -1)
-    out = self.of_sequences(mixed[rows], log_decay[rows], strength[rows], conv1d).flatten(0, 1)[index]
+    out = delta.of_sequences(mixed[rows], log_decay[rows], strength[rows], *others).flatten(0, 1)[index]
     return torch.cat([out])[index]
 
 
@@ -214,7 +214,7 @@ def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: 
             del kernels[-1]
         for owner, name, stand_in in (
             *kernels,
-            (delta.GatedDeltaNet, "_attend", _attend_delta),
+            (delta, "attend", _attend_delta),
             (fused, "_mark_dynamic", lambda *_: None),
             (context, "attend", _attend_over_context),
             (flash, "attend_prefixes", _attend),
