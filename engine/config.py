@@ -25,9 +25,12 @@ BIASED_ROUTERS = ("glm4_moe", *LATENT_FAMILIES)  # sigmoid scores, to which a bi
 GPT_OSS = "gpt_oss"  # biases, sinks and experts of its own (families/gpt_oss.py)
 MOE_FAMILIES = (*BIASED_ROUTERS, GPT_OSS, "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")  # with experts
 GEMMA = "gemma3_text"  # its layers differ from the others' (families/gemma.py)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", GEMMA, *MOE_FAMILIES)  # of `model_type`
+OLMO3 = "olmo3"  # as do these (families/olmo3.py)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", GEMMA, OLMO3, *MOE_FAMILIES)  # of `model_type`
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose modules model.exact and megasync bisect know one by one
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
 ROPE_BY_LAYER_TYPE = ("default", "linear")  # of them where layers have other frequencies by their type
+BY_LAYER_TYPE = (GEMMA, OLMO3)  # families in which layers with a window do
 
 
 class Section(BaseModel):
@@ -155,7 +158,7 @@ TARGET_OF: dict[str, LoraTarget] = {  # Hugging Face's linears, by the megatron-
     "q_b_proj": "linear_q_up_proj",
     "kv_a_proj_with_mqa": "linear_kv_down_proj",
     "kv_b_proj": "linear_kv_up_proj",
-    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "in_proj"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), "in_proj"),
     "out_proj": "out_proj",
     "gate_proj": "linear_fc1",
     "up_proj": "linear_fc1",
@@ -253,9 +256,9 @@ class EngineConfig(Section):
     """full: where the inputs of layers wait for the backward pass; host: in pinned host memory, for longer contexts."""
     fusions: Literal["auto", "all", "none"] = "auto"
     """One kernel for each memory-bound piece of a step; auto: with CUDA."""
-    kernels: Literal["auto", "torch", "te"] = "auto"
+    kernels: Literal["auto", "torch", "te", "fla"] = "auto"
     """auto: FlashAttention 3 and, with ddp, apex's or TransformerEngine's product for weight gradients, where they are installed;
-    torch: neither; te: TransformerEngine's Adam, too."""
+    torch: neither; te: TransformerEngine's Adam, too; fla: as auto, with flash-linear-attention for gated delta nets."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from engine import alike, minibatch
 from engine.objective import metrics, logits
-from engine.attention import flash, fused
+from engine.attention import delta, flash, fused
 from engine.runtime import device, parallel
 from engine.model import head, lora, stages
 from engine.model.families import table as families
@@ -100,7 +100,8 @@ class Engine:
         self.use_fused = fused.is_enabled(engine.fusions)
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
         self.balance = balance(engine, self.mbridge)
-        self.kernels = self._kernels.describe(flash.choose(self._kernels.setting, self.mbridge.config))
+        of_attention = (choose(self._kernels.setting, self.mbridge.config) for choose in (flash.choose, delta.choose_kernels))
+        self.kernels = self._kernels.describe(*of_attention)
         self._describe_choices()
         chunks = build_model(self.mbridge, engine, weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0

@@ -6,7 +6,7 @@ Other tensors stay unchanged: every written folder holds them, and nobody comput
 Leaves out whether config.json and tensors fit (megasync/models/), and vLLM, which has such a table of its own.
 
     own_fields(fields)["hidden_size"]
-    places(shapes, "qwen3_5")["model.norm.weight"]      # Place("model.language_model.norm.weight", (64,))
+    places(shapes, read_inside(folder))["model.norm.weight"]      # Place("model.language_model.norm.weight", (64,))
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import safe_open
+
 
 class Inside(NamedTuple):
     """The language model's place in folders of a model_type."""
@@ -24,20 +26,35 @@ class Inside(NamedTuple):
     family: str  # the language model's model_type
     prefix: str = "model."  # of its tensors but the output layer, in place of this
     others: tuple[str, ...] = ()  # prefixes of other tensors
+    head: str = "lm_head."  # of the output layer
     has_stacks: bool = False  # a tensor of all experts of a layer is its own, and is not split into each expert's
+    modules: str = "model."  # of the modules of transformers' class, whose names adapters have
 
 
-VISION, PREDICTOR = "model.visual.", "mtp."  # vision layers; a layer that predicts further tokens
-INSIDE = {
-    "qwen3_5_text": Inside("qwen3_5_text", others=(PREDICTOR,)),
-    "qwen3_5_moe_text": Inside("qwen3_5_moe_text", others=(PREDICTOR,)),
-    "qwen3_next": Inside("qwen3_next", others=(PREDICTOR,)),
-    "gpt_oss": Inside("gpt_oss", has_stacks=True),
-    "qwen3_5": Inside("qwen3_5_text", "model.language_model.", (VISION, PREDICTOR)),
-    "qwen3_5_moe": Inside("qwen3_5_moe_text", "model.language_model.", (VISION, PREDICTOR)),
+VISION, PREDICTOR, LANGUAGE = "model.visual.", "mtp.", "model.language_model."  # PREDICTOR: a layer that predicts further tokens
+GEMMAS_VISION = ("vision_tower.", "multi_modal_projector.")
+INSIDE: dict[str, tuple[Inside, ...]] = {  # of a model_type with several the folder's tensors tell which; else it is the first
+    "qwen3_5_text": (Inside("qwen3_5_text", others=(PREDICTOR,)),),
+    "qwen3_5_moe_text": (Inside("qwen3_5_moe_text", others=(PREDICTOR,)),),
+    "qwen3_next": (Inside("qwen3_next", others=(PREDICTOR,)),),
+    "gpt_oss": (Inside("gpt_oss", has_stacks=True),),
+    "qwen3_5": (Inside("qwen3_5_text", LANGUAGE, (VISION, PREDICTOR)),),
+    "qwen3_5_moe": (Inside("qwen3_5_moe_text", LANGUAGE, (VISION, PREDICTOR)),),
+    "qwen3_vl": (Inside("qwen3", LANGUAGE, (VISION,), modules=LANGUAGE),),
+    "qwen2_5_vl": (
+        Inside("qwen2", "model.", ("visual.",), modules=LANGUAGE),
+        Inside("qwen2", LANGUAGE, (VISION,), modules=LANGUAGE),
+    ),
+    "gemma3": (
+        Inside("gemma3_text", "language_model.model.", GEMMAS_VISION, "language_model.lm_head.", modules=LANGUAGE),
+        Inside("gemma3_text", LANGUAGE, tuple(f"model.{each}" for each in GEMMAS_VISION), modules=LANGUAGE),
+    ),
 }
-VISION_LANGUAGE = tuple(name for name, inside in INSIDE.items() if VISION in inside.others)
-OF_ALL_MODELS = ("quantization_config", "compression_config")  # fields beside text_config that speak of it, too
+TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # text_config's model_type, where no family
+VISION_LANGUAGE = tuple(name for name, (first, *_) in INSIDE.items() if first.others not in ((), (PREDICTOR,)))
+FLAT = "qwen2_5_vl"  # published with the text_config's fields beside vision_config
+ROPES, OF_IMAGES = ("rope_parameters", "rope_scaling"), ("mrope_section", "mrope_interleaved")
+OF_ALL_MODELS = ("quantization_config", "compression_config", "tie_word_embeddings")  # beside text_config, and of it
 GENERATES = ("ForConditionalGeneration", "ForCausalLM")  # how names of classes end, and of the language model's
 FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")  # of all experts: [experts, rows, columns]
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of their rows
@@ -60,19 +77,48 @@ class Place(NamedTuple):
         return tensor if self.expert is None else tensor[self.expert, self.first_row : self.first_row + self.shape[0]]
 
 
-def inside(model_type: str) -> Inside:
-    """`model_type`: of the folder."""
-    return INSIDE.get(model_type, Inside(model_type))
+def read_inside(folder: Path) -> Inside:
+    """By a folder's config.json and tensors."""
+    model_type = read_model_type(folder)
+    first, *more = INSIDE.get(model_type, (Inside(model_type),))
+    names = tensor_names(folder) if more else ()
+    return next((way for way in more if any(name.startswith(way.prefix) for name in names)), first)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Of its weights."""
+    names: list[str] = []
+    for path in weight_files(folder):
+        with safe_open(path, framework="np") as file:
+            names += file.keys()
+    return names
 
 
 def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json as that of a folder with the language model alone. `fields`: of config.json."""
-    if fields.get("model_type") not in VISION_LANGUAGE:
+    """A config.json as that of a folder with the language model alone. `fields`: of config.json.
+
+    Rotary embeddings of images are left out: a text's positions are the same in each of their sections.
+    """
+    model_type = fields.get("model_type")
+    if model_type not in VISION_LANGUAGE:
         return dict(fields)
+    text = fields.get("text_config") or {name: value for name, value in fields.items() if name != "vision_config"}
     shared = {name: fields[name] for name in OF_ALL_MODELS if name in fields}
     if "architectures" in fields:
         shared["architectures"] = [name.replace(*GENERATES) for name in fields["architectures"]]
-    return {**fields["text_config"], **shared, "model_type": INSIDE[fields["model_type"]].family}
+    ropes = {name: _of_text(text[name]) for name in ROPES if isinstance(text.get(name), dict)}
+    return {**text, **shared, **ropes, "model_type": INSIDE[model_type][0].family}
+
+
+def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in rope.items() if name not in OF_IMAGES}
+    return {name: "default" if value == "mrope" else value for name, value in kept.items()}
+
+
+def written_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as that of weights which a run has written: gpt-oss's are no longer in MXFP4."""
+    is_packed = fields.get("model_type") == "gpt_oss"
+    return {name: value for name, value in fields.items() if not (is_packed and name == "quantization_config")}
 
 
 def read_own_fields(folder: Path) -> dict[str, Any]:
@@ -85,30 +131,35 @@ def read_model_type(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
 
 
-def own_name(key: str, model_type: str) -> str | None:
+def own_name(key: str, inside: Inside) -> str | None:
     """The own name of a folder's tensor; None: it is not the language model's."""
-    of_type = inside(model_type)
-    if key.startswith(of_type.others):
+    if key.startswith(inside.others):
         return None
-    return f"model.{key.removeprefix(of_type.prefix)}" if key.startswith(of_type.prefix) else key
+    for there, own in ((inside.prefix, "model."), (inside.head, "lm_head.")):
+        if key.startswith(there):
+            return own + key.removeprefix(there)
+    return key
 
 
-def key_of(name: str, model_type: str) -> str:
+def key_of(name: str, inside: Inside) -> str:
     """The name of a tensor of the language model in a written folder. `name`: its own."""
-    return inside(model_type).prefix + name.removeprefix("model.") if name.startswith("model.") else name
+    for there, own in ((inside.prefix, "model."), (inside.head, "lm_head.")):
+        if name.startswith(own):
+            return there + name.removeprefix(own)
+    return name
 
 
-def fused_part(key: str, model_type: str) -> re.Match[str] | None:
+def fused_part(key: str, inside: Inside) -> re.Match[str] | None:
     """(path of the experts, part) of a tensor of all experts that is split into each expert's."""
-    return None if inside(model_type).has_stacks else FUSED.fullmatch(own_name(key, model_type) or "")
+    return None if inside.has_stacks else FUSED.fullmatch(own_name(key, inside) or "")
 
 
-def places(shapes: Mapping[str, Iterable[int]], model_type: str) -> dict[str, Place]:
+def places(shapes: Mapping[str, Iterable[int]], inside: Inside) -> dict[str, Place]:
     """By own name each tensor of the language model. `shapes`: of the folder's tensors."""
     found: dict[str, Place] = {}
     for key, dims in shapes.items():
-        name, shape = own_name(key, model_type), tuple(dims)
-        fused = fused_part(key, model_type)
+        name, shape = own_name(key, inside), tuple(dims)
+        fused = fused_part(key, inside)
         if fused and len(shape) == 3:
             found |= _of_experts(key, fused[1], PARTS[fused[2]], shape)
         elif name is not None:

@@ -3,7 +3,8 @@
 megatron-core 0.16.1 knows the scaling of Llama 3 with the constants of 3.1 alone (rotary_pos_embedding.py:_apply_scaling), and
 YaRN as an embedding of its own. Both only change the frequencies of the plain one, which the fused tables (fused.py) are made of,
 too; YaRN also multiplies cosine and sine, and so the attention's logits by the square of that. Where layers differ by their type,
-the embedding has the frequencies of both types, one after the other; each layer takes its own (model/families/gemma.py).
+the embedding has the frequencies of both types, one after the other; each layer takes its own (model/families/gemma.py), and
+YaRN's factor that of layers without a window alone (olmo3.py).
 Leaves out types whose frequencies depend on the length of the sequence (dynamic, longrope): see ROPE_TYPES in config.py.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.config import LATENT_FAMILIES, ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from engine.config import LATENT_FAMILIES, OLMO3, ROPE_BY_LAYER_TYPE, ROPE_TYPES
 from engine.runtime.megatron import RotaryEmbedding
 from engine.attention.windows import FULL, SLIDING
 
@@ -39,7 +40,9 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
         ValueError: for a `rope_type` out of ROPE_TYPES, or one that scales logits of which rotary embedding makes a part only;
             megasync/models/folder.py says the same before anything starts.
     """
-    scaled = None if hf_config.model_type in LATENT_FAMILIES else scaling(hf_config)
+    if hf_config.model_type in LATENT_FAMILIES:
+        return {}
+    scaled = _of_layer_type(hf_config, FULL) if SLIDING in (hf_config.rope_parameters or {}) else scaling(hf_config)
     if scaled is None or scaled[1] == 1.0:
         return {}
     if 2 * len(scaled[0]) != hf_config.head_dim:
@@ -74,16 +77,21 @@ def set_frequencies(model: Any, hf_config: Any) -> None:
     embedding = model.rotary_pos_emb
     embedding.__class__ = RotaryTable
     if SLIDING in (hf_config.rope_parameters or {}):
-        of_types = [_of_layer_type(hf_config.head_dim, **hf_config.rope_parameters[kind]) for kind in (SLIDING, FULL)]
+        of_types = [_of_layer_type(hf_config, kind)[0] for kind in (SLIDING, FULL)]
         embedding.inv_freq = torch.cat(of_types).to(embedding.inv_freq)
     elif (scaled := scaling(hf_config)) is not None:
         embedding.inv_freq = scaled[0].to(embedding.inv_freq)
         embedding.seq_len_interpolation_factor = None  # mbridge's way of linear scaling (llama.py:_get_gptmodel_args)
 
 
-def _of_layer_type(size: int, rope_theta: float, rope_type: str = "default", factor: float = 1.0, **_: Any) -> torch.Tensor:
-    """Frequencies, float32 [size / 2], of one layer type's rope_parameters, for heads of `size`."""
-    if rope_type not in ROPE_BY_LAYER_TYPE:
-        raise ValueError(f"rope_type = {rope_type!r} by layer type is not supported; supported: {', '.join(ROPE_BY_LAYER_TYPE)}")
-    frequencies = 1.0 / rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    return frequencies / factor if rope_type == "linear" else frequencies
+def _of_layer_type(hf_config: Any, kind: str) -> tuple[torch.Tensor, float]:
+    """The same of one layer type's rope_parameters, also where nothing is scaled."""
+    size, given = hf_config.head_dim, hf_config.rope_parameters[kind]
+    rope_type = given["rope_type"]
+    known = ROPE_TYPES if hf_config.model_type == OLMO3 and kind == FULL else ROPE_BY_LAYER_TYPE
+    if rope_type not in known:
+        raise ValueError(f"rope_type = {rope_type!r} of {kind} is not supported; supported: {', '.join(known)}")
+    if rope_type == "default":
+        return 1.0 / given["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"), layer_type=kind)
+    return frequencies, factor

@@ -15,7 +15,7 @@ WINDOW = 4096  # `sliding_window` where config.json says nothing: MistralConfig,
 GPT_OSS_WINDOW = 128  # GptOssConfig's
 OF_ALL_LAYERS = ("mistral", "mixtral", "qwen3_moe")  # families that read no `layer_types`
 SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # families without a window but with `use_sliding_window`
-FAMILIES = ("gemma3_text", "gpt_oss", "mistral", "mixtral", *SWITCHED)  # all that know windows
+FAMILIES = ("gemma3_text", "gpt_oss", "mistral", "mixtral", "olmo3", *SWITCHED)  # all that know windows
 
 
 def window(fields: Mapping[str, Any]) -> int:
@@ -41,6 +41,8 @@ def layer_types(fields: Mapping[str, Any]) -> list[str]:
     first = fields.get("max_window_layers", 28)
     if family == "gemma3_text":
         slides = [(number + 1) % fields.get("sliding_window_pattern", 6) != 0 for number in numbers]
+    elif family == "olmo3":
+        slides = [(number + 1) % 4 != 0 for number in numbers]
     elif family == "gpt_oss":
         slides = [number % 2 == 0 for number in numbers]
     elif family == "qwen2_moe":

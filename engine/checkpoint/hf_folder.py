@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.config import GPT_OSS
-from engine.folder import key_of, own_name, read_model_type, weight_files
+from engine.folder import key_of, own_name, read_inside, weight_files, written_fields
 from engine.model.families.table import PREDICTORS
 from engine.runtime.parallel import Layout
 from engine.runtime.tensor_file import save_tensors
@@ -92,9 +91,9 @@ def files(weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Dig
 
 def as_in(model_path: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors with the names that those of the start model's folder have."""
-    model_type = read_model_type(model_path)
+    inside = read_inside(model_path)
     for name, tensor in weights:
-        yield key_of(name, model_type), tensor
+        yield key_of(name, inside), tensor
 
 
 def save_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Digest | None = None) -> None:
@@ -135,10 +134,10 @@ def finish_folder(folder: Path, model_path: Path) -> None:
 
 def _keep_others(folder: Path, model_path: Path) -> None:
     """Copy the tensors of the start model's folder that are not the language model's, a file each."""
-    model_type = read_model_type(model_path)
+    inside = read_inside(model_path)
     for number, path in enumerate(weight_files(model_path)):
         with safe_open(path, framework="pt") as file:
-            others = [key for key in file.keys() if own_name(key, model_type) is None]  # noqa: SIM118 - the file is no dict
+            others = [key for key in file.keys() if own_name(key, inside) is None]  # noqa: SIM118 - the file is no dict
             tensors = {key: file.get_tensor(key) for key in others}
         if tensors:
             save_tensors(tensors, folder / f"{KEPT}{number:05d}.safetensors", {"format": "pt"})
@@ -150,9 +149,8 @@ def _of_weights(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     transformers loads weights in the dtype that is named there, whatever they have, as `torch_dtype` before 4.56. Layers that
     predict further tokens are not in the folder (families.describe): programs may not look for them.
     """
+    fields = written_fields(fields)
     parts = {name: value for name, value in fields.items() if name.endswith("_config") and isinstance(value, dict)}
     nested = {name: _of_weights(part, dtype) for name, part in parts.items() if {"dtype", "torch_dtype"} & part.keys()}
     dtypes = {"dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in fields else {})}
-    if fields.get("model_type") == GPT_OSS:
-        fields.pop("quantization_config", None)  # the weights are no longer in MXFP4
     return {**fields, **dtypes, **nested, **{name: 0 for name in PREDICTORS if fields.get(name)}}

@@ -27,7 +27,7 @@ from engine.model.families import gemma, mxfp4, table as families
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.plan import Balance
 from engine.config import FAMILIES, LATENT_FAMILIES, AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
-from engine.folder import Place, places, read_model_type, weight_files
+from engine.folder import VISION_LANGUAGE, Place, own_fields, places, read_inside, weight_files
 from engine.runtime.megatron import get_gpt_decoder_block_spec, get_transformer_layer_offset
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -52,10 +52,11 @@ class _OwnTensors(SafeTensorIO):  # type: ignore[misc]
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self._places: dict[str, tuple[Path, Place]] = {}
+        inside = read_inside(path)
         for file in weight_files(path):
             with safe_open(file, framework="pt") as held:
                 shapes = {key: held.get_slice(key).get_shape() for key in held.keys()}  # noqa: SIM118 # it has no iterator
-            of_file = places(shapes, read_model_type(path))
+            of_file = places(shapes, inside)
             self._places |= {name: (file, place) for name, place in of_file.items()}
 
     def load_hf_weight_names(self) -> list[str]:
@@ -138,6 +139,14 @@ def _tie_output_layer(bridge: Any) -> None:
         bridge._DIRECT_MAPPING["output_layer.weight"] = bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
 
 
+def read_config(path: str) -> Any:
+    """transformers' config of a folder's language model, with its family's defaults; one's own."""
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type in VISION_LANGUAGE:
+        return AutoConfig.for_model(**own_fields(config.to_dict()))
+    return copy.deepcopy(config.get_text_config())
+
+
 def build_mbridge(
     model: ModelConfig,
     engine: EngineConfig,
@@ -150,7 +159,7 @@ def build_mbridge(
     `algorithm`: for the routers' training. `adds_gradients`: linears add their weights' gradients to the main gradients
     themselves (kernels.py).
     """
-    hf_config = copy.deepcopy(AutoConfig.from_pretrained(model.path).get_text_config())
+    hf_config = read_config(model.path)
     families.complete(hf_config)
     experts.check(hf_config, model, engine.parallel)
     context.check(hf_config, engine.parallel)

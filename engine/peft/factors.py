@@ -20,10 +20,12 @@ from safetensors.torch import load_file
 
 from engine.peft import experts
 from engine.config import TARGET_OF, LoraConfig
+from engine.folder import LANGUAGE, read_inside
 from engine.moe.experts import ExpertLinear
 from engine.attention import delta
-from engine.attention.delta import MIXED, merge_ranks
+from engine.attention.delta import MIXED, by_key_heads, merge_ranks
 from engine.attention.latent import ReplicatedLinear
+from engine.model.families import qwen3_next
 from engine.model.lora import adapted_linears
 from engine.runtime.megatron import ColumnParallelLinear
 from engine.runtime.parallel import Layout, expert_group
@@ -49,25 +51,27 @@ class Heads:
     """The layout of query, key and value in a fused linear: for each group its queries, then a key and a value.
 
     `delta_sizes`: of a model with gated delta nets the rows of in_proj's parts (delta.split_sizes); a group's queries are then
-    followed by their gates.
+    followed by their gates. `num_key_heads`: by which Hugging Face orders these rows (Qwen3-Next); 0: each part is whole there.
     """
 
     num_heads: int
     num_groups: int
     delta_sizes: tuple[int, ...] = ()
+    num_key_heads: int = 0
 
     @classmethod
-    def of(cls, config: Any) -> Heads:
-        """`config`: megatron-core's."""
+    def of(cls, mbridge: Any) -> Heads:
+        config = mbridge.config
         sizes = delta.split_sizes(config) if config.linear_attention_freq else ()
-        return cls(config.num_attention_heads, config.num_query_groups, tuple(sizes))
+        num_key_heads = config.linear_num_key_heads if mbridge.hf_config.model_type == qwen3_next.NAME else 0
+        return cls(config.num_attention_heads, config.num_query_groups, tuple(sizes), num_key_heads)
 
 
 def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int) -> list[torch.Tensor]:
     """The rows of `whole` [rows, n] that belong to each Hugging Face linear fused into `linear`.
 
-    `whole` is the concatenation of the tensor-parallel shards. Returns [*, n], views where there is one shard; flattening * gives
-    a linear's rows in order. Invariant: together they hold each row once.
+    `whole` is the concatenation of the tensor-parallel shards. Returns [*, n]; flattening * gives a linear's
+    rows in order. Views where there is one shard, but of Qwen3-Next's in_proj. Invariant: together they hold each row once.
     """
     if linear.endswith("linear_qkv"):
         gates = 2 if heads.delta_sizes else 1
@@ -78,6 +82,8 @@ def split_rows(linear: str, whole: torch.Tensor, heads: Heads, tensor_size: int)
     if linear.endswith("in_proj"):
         sizes = heads.delta_sizes
         whole = whole if tensor_size == 1 else merge_ranks(list(whole.chunk(tensor_size)), list(sizes))
+        if heads.num_key_heads:
+            return by_key_heads(whole, sizes, heads.num_key_heads)
         return list(torch.split(whole, [sum(sizes[:MIXED]), *sizes[MIXED:]]))
     if linear.endswith("linear_fc1"):
         return list(whole.view(tensor_size, 2, -1, whole.shape[1]).unbind(1))
@@ -99,7 +105,7 @@ def adapter_tensors(units: Iterable[list[AdapterItem]], mbridge: Any, layout: La
 
     Views of parameters where nothing is gathered. Linears that are fused into one share its A.
     """
-    heads, group = Heads.of(mbridge.config), mbridge.mpu.tp_group
+    heads, group = Heads.of(mbridge), mbridge.mpu.tp_group
     for unit in units:
         yield from _experts_tensors([item for item in unit if item.num_experts], group, layout)
         items = [item for item in unit if not item.num_experts]
@@ -153,9 +159,13 @@ def stage_file(stage: int, adapters: Iterable[PeftFactors]) -> tuple[str, dict[s
 
 
 def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
-    """Join the stages' parts, and add the config that `peft.PeftModel.from_pretrained` reads."""
-    parts = sorted(folder.glob("stage-*.safetensors"))
-    tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
+    """Join the stages' parts, and add the config that `peft.PeftModel.from_pretrained` reads.
+
+    Names are those of the modules of transformers' class for the model's folder.
+    """
+    parts, modules = sorted(folder.glob("stage-*.safetensors")), read_inside(model_path).modules
+    named = ((name, tensor) for part in parts for name, tensor in load_file(part).items())
+    tensors = {name.replace(f"{PREFIX}model.", PREFIX + modules, 1): tensor for name, tensor in named}
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model_path)}
     save_tensors(tensors, folder / WEIGHTS_FILE, metadata)
     for part in parts:
@@ -177,14 +187,17 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(fields, indent=1))
 
 
-def _targets(names: Iterable[str], lora: LoraConfig) -> dict[str, list[str]]:
-    """PEFT's fields.
+def _targets(names: Iterable[str], lora: LoraConfig) -> dict[str, list[str] | str]:
+    """PEFT's fields. Beside a language model vision layers may have linears of the same names.
 
     With experts it takes linears of shared ones and of layers without any for theirs, unless they are given as parameters
     (0.21.2, transformers_weight_conversion.py:_convert_peft_config_moe).
     """
-    modules = [name for name, target in TARGET_OF.items() if target in lora.targets]
     linears = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
+    present = {linear.rpartition(".")[2] for linear in linears}
+    modules = [name for name, target in TARGET_OF.items() if target in lora.targets and name in present]
+    if any(linear.startswith(LANGUAGE) for linear in linears):
+        return {"target_modules": rf"{re.escape(LANGUAGE)}.+\.({'|'.join(sorted(modules))})"}
     if not any(linear.removesuffix(".base_layer").endswith(EXPERTS) for linear in linears):
         return {"target_modules": sorted(modules)}
     parameters = [f"mlp.experts.{experts.PARAMETERS[kind]}" for kind in experts.PARAMETERS if kind in lora.targets]
@@ -216,7 +229,7 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
             continue
         members = hf_linears(mbridge, name)
         if any(member in factors for member in members):
-            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge.config))
+            _load_linear(linear, name, [factors.get(member) for member in members], Heads.of(mbridge))
 
 
 def _read_factors(folder: Path) -> Factors:

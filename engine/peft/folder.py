@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from engine.config import TARGET_OF, LoraConfig
-from engine.folder import places, read_model_type, read_own_fields, weight_files
+from engine.folder import LANGUAGE, places, read_inside, read_own_fields, weight_files
 from engine.peft.fields import check_fields
 
 CONFIG_FILE = "adapter_config.json"
@@ -81,7 +81,8 @@ def target_of(linear: str) -> str | None:
 
 
 def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> dict[str, tuple[str, str]]:
-    """For each key of a folder's tensors its linear, or parameter of experts, and whether it is A or B.
+    """For each key of a folder's tensors its linear, or parameter of experts, by its own name (engine/folder.py), and whether it
+    is A or B.
 
     Raises:
         ValueError: a key is for something else.
@@ -97,7 +98,7 @@ def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> di
             linear = _parameter_of_experts(folder, fields, keys, linear)
         if match is None or target_of(linear) is None:
             raise ValueError(f"{folder}: {key} is no adapter of one of {', '.join(TARGET_OF)}; train those only")
-        found[key] = linear, match[2]
+        found[key] = linear.replace(LANGUAGE, "model."), match[2]
     return found
 
 
@@ -182,11 +183,13 @@ def _check_targets(folder: Path, fields: dict[str, Any], pairs: Pairs, known: It
 
 
 def names_linear(fields: dict[str, Any], linear: str) -> bool:
-    """Whether an adapter's config names the linear, as peft 0.21.2 reads it (tuners_utils.py:check_target_module_exists)."""
+    """Whether an adapter's config names the linear, as peft 0.21.2 reads it (tuners_utils.py:check_target_module_exists); also
+    where it lies in a model with vision layers.
+    """
 
     def matches(names: Any) -> bool:
         if isinstance(names, str):
-            return re.fullmatch(names, linear) is not None
+            return any(re.fullmatch(names, each) for each in (linear, linear.replace("model.", LANGUAGE, 1)))
         return any(f".{linear}".endswith(f".{name}") for name in names or ())
 
     if matches(fields.get("exclude_modules")):
@@ -218,12 +221,12 @@ def base_shapes(model_path: Path) -> dict[str, tuple[int, int, int]]:
 
     Layers beyond the model's, which predict further tokens, are left out.
     """
-    num_layers, model_type = read_own_fields(model_path)["num_hidden_layers"], read_model_type(model_path)
+    num_layers, inside = read_own_fields(model_path)["num_hidden_layers"], read_inside(model_path)
     found: dict[str, tuple[int, int, int]] = {}
     for path in weight_files(model_path):
         with safe_open(path, framework="np") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 # it has no iterator
-        for name, (_, shape, *_) in places(shapes, model_type).items():
+        for name, (_, shape, *_) in places(shapes, inside).items():
             layer = re.match(r"model\.layers\.(\d+)\.", name)
             if layer and int(layer[1]) < num_layers and len(shape) == 2:
                 linear, expert, half = place_of(name)

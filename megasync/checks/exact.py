@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.attention.windows import window
+from engine.config import PLAIN_FAMILIES
 from megasync.config.errors import ConfigError, refuse, shown_value, wrong
 from megasync.config.schema import Config
 from megasync.models.folder import model_fields
 from megasync.models.model_shape import ModelShape
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")  # of exact/rotary.py
 Allowed = Sequence[tuple[str, tuple[Any, ...], str]]  # key, its values, why no others
 
@@ -82,12 +82,12 @@ def exact_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterato
             key = f"rollout.engine_arguments.{name}"
             yield ConfigError(f"{key}: model.exact = true, and vLLM would compute with other layers", remedy=f"leave {key} out")
     if feature := _inexact_feature(Path(config.model.path), shape):
-        lines = {"model": config.model.path, "choices": ", ".join(FAMILIES), "remedy": "write model.exact=false"}
+        lines = {"model": config.model.path, "choices": ", ".join(PLAIN_FAMILIES), "remedy": "write model.exact=false"}
         yield wrong(config, "model.exact", f"{feature} is not exact", **lines)
 
 
 def _inexact_feature(folder: Path, shape: ModelShape) -> str:
-    if shape.model_type not in FAMILIES:
+    if shape.model_type not in PLAIN_FAMILIES:
         return shape.model_type
     fields = model_fields(folder)
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from bridge.versions.file import VersionLogError, shapes_of
+from engine.folder import written_fields
 from engine.peft.folder import check_peft_folder
 from engine.resume import check_files, instead, model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
@@ -70,7 +71,7 @@ def _check_model(config: Config, folder: Path) -> None:
         held = own_shapes(weights)
     except ValueError as error:
         raise ConfigError(str(error), remedy=instead(folder)) from error
-    check_held(folder, held, model_shape(base), model_fields(base), remedy)
+    check_held(folder, held, model_shape(base), written_fields(model_fields(base)), remedy)
 
 
 def _check_marked(config: Config) -> None:
@@ -84,4 +85,4 @@ def _check_marked(config: Config) -> None:
     except (VersionLogError, OSError):
         return
     remedy = f"put the run's own files into {log}, or write checkpoint.resume=auto"
-    check_held(f"{log}, version {step}", held, model_shape(base), model_fields(base), remedy)
+    check_held(f"{log}, version {step}", held, model_shape(base), written_fields(model_fields(base)), remedy)

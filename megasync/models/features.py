@@ -1,14 +1,16 @@
 """Fields of config.json whose values the engine or vLLM would compute wrongly: a table of rules. No torch in here.
 
-vLLM 0.32 gives a window to all layers of a model or to none, but for gemma3_text (engine/arg_utils.py:create_engine_config,
-model_executor/models/qwen2.py:Qwen2Model); with windows in some layers it would generate with another model than the engine
-trains. Leaves out what a window is (engine/attention/windows.py), types (declared.py), sizes and files (folder.py).
+vLLM 0.32 gives a window to all layers of a model or to none, but for gemma3_text, gpt_oss and olmo3
+(engine/arg_utils.py:create_engine_config, model_executor/models/qwen2.py:Qwen2Model); with windows in some layers it would
+generate with another model than the engine trains. Leaves out what a window is (engine/attention/windows.py), types
+(declared.py), sizes and files (folder.py).
 
     unsupported(shape, fields)          # None, or the first field that is refused, with its value and why
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +20,14 @@ from engine.attention.windows import DELTA, FULL, OF_ALL_LAYERS, SLIDING, SWITCH
 from engine.attention.windows import FAMILIES as WINDOWED
 from engine.config import (
     BIASED_ROUTERS,
+    BY_LAYER_TYPE,
     DELTA_FAMILIES,
     FAMILIES,
     GEMMA,
     GPT_OSS,
     LATENT_FAMILIES,
     MOE_FAMILIES,
+    OLMO3,
     ROPE_BY_LAYER_TYPE,
     ROPE_TYPES,
 )
@@ -45,11 +49,13 @@ WITH_BIAS = ("qwen2", "glm4_moe", "seed_oss", GPT_OSS)
 LITE = "glm4_moe_lite"
 DEEPSEEK = ("deepseek_v3", "kimi_k2")  # vLLM reads of their folders how routers score
 QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
+OLMO3_THETA = 500000  # transformers 5.19, Olmo3Config.default_theta
 OTHER_MODEL = "take a model without it"
 ONE_ROPE = "take out of config.json the one that the model was not trained with"
 CAUSAL = "where the weights are a language model's, write its family's class that ends with ForCausalLM"
 CONVERT = "convert its weights to bfloat16, and leave this out of config.json"
 WRITE_DENSE = "write first_k_dense_replace, the number of dense layers before those with experts, into config.json"
+WRITE_ROPES = f"write rope_parameters with rope_type and rope_theta for {FULL} and for {SLIDING} into config.json, in its place"
 BIASES = "if it was trained so, write topk_method noaux_tc and scoring_func sigmoid into config.json"
 
 
@@ -98,11 +104,13 @@ class Model:
 
     @cached_property
     def ropes(self) -> list[dict[str, Any]]:
-        """Rotary embeddings, in the form of transformers 5 or 4; of Gemma by layer type, none where they are in another form."""
+        """Rotary embeddings, in the form of transformers 5 or 4; of BY_LAYER_TYPE those of layers without a window and with one,
+        none where they are in another form.
+        """
         given = self.fields.get("rope_parameters")
         rope = given or self.fields.get("rope_scaling") or {}
         ropes = [rope]
-        if self.family == GEMMA:
+        if self.family in BY_LAYER_TYPE:
             ropes = [rope.get(kind) or {} for kind in (FULL, SLIDING)] if given is not None else [rope, {}]
             if set(rope) - {FULL, SLIDING} if given is not None else any(isinstance(value, dict) for value in rope.values()):
                 ropes = []
@@ -149,6 +157,14 @@ def has_other_groups(model: Model) -> bool:
     return model.get("n_group") != 1 and (not chosen or model.get("num_experts_per_tok") // chosen != SCORED_EXPERTS)
 
 
+def has_other_theta(model: Model) -> bool:
+    """Whether layers with a window get another `rope_theta` than config.json says, or some layers none (Olmo3Config)."""
+    given, ropes = model.get("rope_theta", OLMO3_THETA), model.get("rope_parameters") or {}
+    full, sliding = ((ropes.get(kind) or {}).get("rope_theta", given) for kind in (FULL, SLIDING))
+    is_said = "rope_theta" in (ropes.get(SLIDING) or {})
+    return full is None or sliding is None or (not is_said and given != OLMO3_THETA)
+
+
 def every_second(model: Model) -> list[str]:
     return [FULL if number % 2 else SLIDING for number in range(model.shape.num_hidden_layers)]
 
@@ -177,7 +193,9 @@ RULES = (
          and (m.family in WHOLE_HEADS or (m.has_plain_heads and not m.shape.head_dim)), "no multiple of num_attention_heads"),
     Rule("head_dim", lambda m: m.has_plain_heads and m.head_dim % 2, "an odd number"),
     Rule("head_dim", lambda m: m.head_dim * m.shape.num_attention_heads != m.shape.hidden_size,
-         "vLLM takes hidden_size / num_attention_heads", QWEN2),
+         "vLLM takes hidden_size / num_attention_heads", (*QWEN2, OLMO3)),
+    Rule("head_dim", lambda m: m.fields.get("head_dim", m.head_dim) is None, "transformers computes with the null of config.json",
+         (OLMO3,), "leave it out of config.json"),
     Rule("hidden_act", lambda m: m.get("hidden_act", "silu") != "silu", "the engine has silu only"),
     Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in WITH_BIAS, "the engine has none"),
     Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
@@ -187,9 +205,13 @@ RULES = (
     # rotary embeddings; more in _rope
     Rule("rope_scaling", differ, "differs from rope_parameters", remedy=ONE_ROPE),
     Rule("rope_scaling", have_two_types, "rope_type is another than type", remedy=ONE_ROPE),
-    Rule("rope_parameters", lambda m: not m.ropes, f"an object for {FULL} and one for {SLIDING} is expected", (GEMMA,)),
-    Rule("rope_parameters", lambda m: m.family != GEMMA and any(isinstance(value, dict) for value in m.ropes[0].values()),
-         f"only {GEMMA} has rotary embeddings by layer type"),
+    Rule("rope_parameters", lambda m: not m.ropes, f"an object for {FULL} and one for {SLIDING} is expected", BY_LAYER_TYPE),
+    Rule("rope_parameters", lambda m: m.family not in BY_LAYER_TYPE
+         and any(isinstance(value, dict) for value in m.ropes[0].values()),
+         f"only {', '.join(BY_LAYER_TYPE)} have rotary embeddings by layer type"),
+    Rule("rope_theta", has_other_theta, f"for layers with a window transformers takes {OLMO3_THETA}", (OLMO3,), WRITE_ROPES),
+    Rule("rope_scaling", lambda m: m.get("rope_scaling") and "rope_type" not in m.get("rope_scaling"),
+         "transformers reads no type here, a rope_type is expected", (OLMO3,), WRITE_ROPES),
     # windows
     Rule("sliding_window", lambda m: m.get("sliding_window") is not None and not is_whole(m, "sliding_window", 0),
          "a whole number of at least 0 is expected"),
@@ -204,7 +226,7 @@ RULES = (
     Rule("layer_types", lambda m: "layer_types" in m.fields, "transformers takes such a mistral for ministral", ("mistral",)),
     Rule("layer_types", lambda m: m.get("layer_types") not in (None, m.layer_types)
          and (m.family not in WINDOWED or m.family in OF_ALL_LAYERS), "only vLLM reads it for this family"),
-    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (GEMMA, GPT_OSS, *DELTA_FAMILIES),
+    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (*BY_LAYER_TYPE, GPT_OSS, *DELTA_FAMILIES),
          "with max_window_layers, windows are in some of the layers: vLLM leaves them out"),
     Rule("sliding_window", lambda m: SLIDING not in m.layer_types and m.window,
          "by layer_types and max_window_layers no layer has a window, vLLM up to 0.26 gives it to all"),
@@ -266,13 +288,14 @@ def unsupported(shape: ModelShape, fields: dict[str, Any]) -> Unsupported | None
     for rule in RULES:
         if model.family in rule.families and rule.is_wrong(model):
             return Unsupported(rule.field, model.get(rule.field), rule.why, rule.remedy)
-    return next((found for rope in model.ropes for found in _rope(model, rope)), None)
+    return next((found for number, rope in enumerate(model.ropes) for found in _rope(model, rope, number)), None)
 
 
-def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
-    """Of one set of rotary embeddings."""
+def _rope(model: Model, rope: dict[str, Any], number: int) -> Iterator[Unsupported]:
+    """Of one set of rotary embeddings. `number`: 1 for those of layers with a window, where these have others."""
     kind, partial, is_latent = _rope_type(rope), rope["partial_rotary_factor"], model.family in LATENT_FAMILIES
-    kinds: tuple[str, ...] = ROPE_BY_LAYER_TYPE if model.family == GEMMA else ("default", "yarn") if is_latent else ROPE_TYPES
+    kinds: tuple[str, ...] = ("default", "yarn") if is_latent else ROPE_TYPES
+    kinds = ROPE_BY_LAYER_TYPE if model.family == GEMMA or number else kinds
     kinds = ("default",) if model.family in DELTA_FAMILIES else ("yarn",) if model.family == GPT_OSS else kinds
     if kind not in kinds:
         yield Unsupported("rope_type", kind, f"engine and vLLM have {', '.join(kinds)} for {model.family}", OTHER_MODEL)
@@ -280,7 +303,8 @@ def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
     if kind == "yarn":
         # vLLM and transformers read these differently; of latent attention the pair of mscale needs both numbers, or none
         for name in ("attention_factor", "truncate") if is_latent else ("attention_factor", "mscale", "mscale_all_dim"):
-            if rope.get(name) is not None:
+            is_default = name == "attention_factor" and not is_latent and _is_default_factor(rope)
+            if rope.get(name) is not None and not is_default:
                 yield Unsupported(name, rope[name], "transformers and vLLM read it differently for yarn", OTHER_MODEL)
         pair = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
         if is_latent and pair != [None, None] and not all(pair):
@@ -291,6 +315,12 @@ def _rope(model: Model, rope: dict[str, Any]) -> Iterator[Unsupported]:
         is_share = type(partial) is float and 0 < partial < 1 and int(model.head_dim * partial) % 2 == 0
         if model.family not in PARTIAL_ROTARY or not is_share:
             yield Unsupported("partial_rotary_factor", partial, "the engine cannot rotate this part of a head", OTHER_MODEL)
+
+
+def _is_default_factor(rope: dict[str, Any]) -> bool:
+    """Whether yarn's `attention_factor` is what both compute of `factor` where there is none."""
+    given = rope.get("attention_factor")
+    return isinstance(given, int | float) and math.isclose(given, 1 + 0.1 * math.log(max(1, rope["factor"])), rel_tol=1e-6)
 
 
 def _rope_numbers(kind: str, rope: dict[str, Any], numbers: tuple[str, ...]) -> Iterator[Unsupported]:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from bridge.layout.manifest import ITEM_BYTES
 from engine.attention.windows import DELTA, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, GPT_OSS, LATENT_FAMILIES, MOE_FAMILIES
-from engine.folder import VISION_LANGUAGE, inside, own_fields
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, GEMMA, GPT_OSS, LATENT_FAMILIES, MOE_FAMILIES
+from engine.folder import FLAT, INSIDE, TEXT_TYPES, VISION_LANGUAGE, own_fields
 from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.models.declared import declared_fields
 from megasync.models.features import unsupported
@@ -51,7 +51,8 @@ OTHER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # of fields that a fam
 }
 MIN_VALUES = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
 REFUSED_FAMILIES = {  # mbridge knows them, and the engine would compute them wrongly
-    **dict.fromkeys(("gemma3", "glm4v", "glm4v_moe", "internvl_chat", "qwen2_5_vl"), "vision layers"),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "internvl_chat"), "vision layers"),
+    "qwen3_vl_moe": "experts whose tensors are transposed",
     "mimo": "multi-token prediction (num_nextn_predict_layers)",
 }
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -109,24 +110,35 @@ def model_fields(folder: str | Path) -> dict[str, Any]:
         message = f"model.path = {path.parent}: the folder holds no config.json"
         raise ConfigError(message, holds=_holds(path.parent), remedy=_folder_remedy(path.parent))
     fields = read_json_object(path)
-    if fields.get("model_type") in VISION_LANGUAGE:
-        _check_nested(path, fields)
-    return own_fields(fields)
+    if fields.get("model_type") not in VISION_LANGUAGE:
+        return fields
+    _check_nested(path, fields)
+    own = own_fields(fields)
+    if own["model_type"] != GEMMA:
+        return own
+    declared = declared_fields(GEMMA)  # published text_configs leave defaults out
+    return {**{name: declared[name].default for name in ModelShape.__dataclass_fields__ if name in declared}, **own}
 
 
 def _check_nested(path: Path, fields: dict[str, Any]) -> None:
     """ConfigError where a vision-language model's config.json lacks a part, or the parts do not fit."""
-    family, tied = inside(fields["model_type"]).family, "tie_word_embeddings"
-    for name in ("text_config", "vision_config"):
+    model_type, tied = fields["model_type"], "tie_word_embeddings"
+    family = TEXT_TYPES.get(model_type, INSIDE[model_type][0].family)
+    is_flat = model_type == FLAT and "text_config" not in fields
+    for name in ("vision_config",) if is_flat else ("text_config", "vision_config"):
         if not isinstance(fields.get(name), dict):
             message = f"{path}: {name} = {fields.get(name)!r}: an object is expected of a {fields['model_type']}"
             raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
-    text = fields["text_config"]
+    text = {} if is_flat else fields["text_config"]
     if text.get("model_type", family) != family:
         message = f"{path}: text_config.model_type = {text['model_type']!r}: {family} is expected"
         raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
-    if fields.get(tied, text.get(tied, False)) != text.get(tied, False):
-        message = f"{path}: {tied} = {fields[tied]}: text_config has {text.get(tied, False)}"
+    for name in ("sliding_window", "use_sliding_window") if family == "qwen3_vl_text" else ():
+        if text.get(name):
+            message = f"{path}: text_config.{name} = {text[name]!r}: only vLLM reads it for this family"
+            raise ConfigError(message, remedy="take a model without it")
+    if tied in fields and text.get(tied, fields[tied]) != fields[tied]:
+        message = f"{path}: {tied} = {fields[tied]}: text_config has {text[tied]}"
         raise ConfigError(message, remedy=f"write the one that the model was trained with into both: {DOWNLOAD_REMEDY}")
 
 
@@ -197,6 +209,7 @@ def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
 def _check_types(path: Path, fields: dict[str, Any]) -> None:
     """ConfigError where transformers would refuse a field's value, on each rank and in vLLM."""
     ropes = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := fields.get(key), dict)]
+    ropes += [value for each in ropes for value in each.values() if isinstance(value, dict)]  # by layer type
     given = [item for item in fields.items() if item[0] not in ("rope_type", "type")]  # names of a rope's fields
     given += [item for each in ropes for item in each.items()]
     declared = declared_fields(fields["model_type"])

@@ -11,8 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bridge.layout.manifest import weight_files
-from engine.folder import key_of, places, read_model_type
+from bridge.layout.manifest import ALWAYS_FLOAT32, weight_files
+from engine.folder import key_of, places, read_inside
 from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, place_of, read_fields, scale_of
 from megasync.config.errors import ConfigError, refuse_if
 
@@ -20,7 +20,7 @@ Factors = tuple[Any, Any]  # A [rank, columns] and B [rows, rank]; of experts [e
 
 
 def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
-    """Write the merged model to `target`, an empty folder, in `dtype`.
+    """Write the merged model to `target`, an empty folder, in `dtype`; of a base in MXFP4, too.
 
     Raises:
         ConfigError: the adapter is of another base model, or adapts what the base has not.
@@ -30,23 +30,25 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
 
     from bridge.export.merge import merge_into
     from engine.checkpoint.hf_folder import finish_folder
+    from engine.model.families import mxfp4
     from engine.runtime.tensor_file import save_tensors
 
-    fields, factors, model_type = read_fields(adapter), factors_of(adapter), read_model_type(base)
+    fields, factors, inside = read_fields(adapter), factors_of(adapter), read_inside(base)
     _check_base(adapter, base)
     rank, used, scale = fields["r"], set[str](), scale_of(fields)
-    files = weight_files(base)
+    files, waiting = weight_files(base), dict[str, Any]()
     for number, file in enumerate(files, start=1):
-        held, tensors = load_file(file), {}
-        for name, place in places({key: tensor.shape for key, tensor in held.items()}, model_type).items():
+        held, tensors = mxfp4.unpacked(load_file(file), waiting), {}
+        for name, place in places({key: tensor.shape for key, tensor in held.items()}, inside).items():
             tensor = place.of(held[place.key])
-            weight = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+            own_dtype = torch.float32 if name.endswith(ALWAYS_FLOAT32) else getattr(torch, dtype)
+            weight = tensor.to(own_dtype) if tensor.is_floating_point() else tensor
             linear, expert, half = place_of(name)
             if linear in factors:
                 a, b = factors[linear] if expert is None else _of_expert(*factors[linear], rank, expert, half)
                 weight = merge_into(torch.empty_like(weight), weight, a, b, scale)
                 used.add(linear)
-            tensors[key_of(name, model_type)] = weight
+            tensors[key_of(name, inside)] = weight
         if tensors:
             save_tensors(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
     missing = sorted(factors.keys() - used)

@@ -14,8 +14,8 @@ from typing import Any
 
 from bridge.layout.manifest import TensorSpec, read_folder_manifest
 from engine.attention.windows import DELTA, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS
-from engine.folder import VISION, VISION_LANGUAGE, fused_part, key_of, places, read_model_type
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS, OLMO3
+from engine.folder import VISION_LANGUAGE, Inside, fused_part, key_of, places, read_inside, read_model_type
 from megasync.config.errors import ConfigError, some
 from megasync.models.model_shape import ModelShape
 
@@ -36,11 +36,12 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     A head beside tied embeddings and frequencies of rotary embeddings may be there, and so may layers after the model's, which
     predict further tokens.
     """
-    keys, index, model_type = _held(folder), read_index(folder), read_model_type(folder)
-    _check_fused(folder, keys, shape, model_type)
-    own = places({key: spec.shape for key, spec in keys.items()}, model_type)
+    keys, index = _held(folder), read_index(folder)
+    inside = read_inside(folder)
+    _check_fused(folder, keys, shape, inside)
+    own = places({key: spec.shape for key, spec in keys.items()}, inside)
     shapes = {name: place.shape for name, place in own.items()}
-    check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, model_type))
+    check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, inside))
     expected = [name for name in expected_tensors(shape, fields) if name in own]
     needed = [own[name].key for name in expected if not (name == TIED_HEAD and _is_tied(shape, fields))]
     if index and (unnamed := [key for key in needed if key not in index]):
@@ -51,8 +52,8 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
         message = f"{folder}: {len(wrong)} tensors are not of a dtype that can be trained"
         remedy = "take a folder whose weights are not quantised, or convert them, with their scales, to bfloat16"
         raise ConfigError(message, tensors=some(wrong, 3), choices=", ".join(DTYPES), remedy=remedy)
-    if model_type in VISION_LANGUAGE and not any(key.startswith(VISION) for key in keys):
-        message = f"{folder}: the weights hold no tensor {VISION}*, and config.json has a vision_config"
+    if read_model_type(folder) in VISION_LANGUAGE and not any(key.startswith(inside.others[0]) for key in keys):
+        message = f"{folder}: the weights hold no tensor {inside.others[0]}*, and config.json has a vision_config"
         raise ConfigError(message, remedy=OTHER_CONFIG)
 
 
@@ -61,12 +62,12 @@ def _is_trained(name: str, dtype: str) -> bool:
     return dtype in (("uint8",) if name.endswith(PACKED) else DTYPES)
 
 
-def _check_fused(folder: Path, keys: Mapping[str, TensorSpec], shape: ModelShape, model_type: str) -> None:
+def _check_fused(folder: Path, keys: Mapping[str, TensorSpec], shape: ModelShape, inside: Inside) -> None:
     """Of tensors of all experts of a layer."""
     experts, size, hidden = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size
     sizes = {"gate_up_proj": (experts, 2 * size, hidden), "down_proj": (experts, hidden, size)}
     for key, spec in keys.items():
-        fused = fused_part(key, model_type)
+        fused = fused_part(key, inside)
         if fused and experts and spec.shape != sizes[fused[2]]:
             message = f"{folder}: {key} has the shape {list(spec.shape)}, and by config.json {list(sizes[fused[2]])}"
             raise ConfigError(message, remedy=OTHER_CONFIG)
@@ -125,7 +126,7 @@ def num_parameters(folder: Path) -> int:
 def own_shapes(folder: Path) -> Shapes:
     """Of the language model's tensors, by their own names. ValueError as `read_folder_manifest`."""
     shapes = {spec.name: spec.shape for spec in read_folder_manifest(folder).tensors}
-    return {name: place.shape for name, place in places(shapes, read_model_type(folder)).items()}
+    return {name: place.shape for name, place in places(shapes, read_inside(folder)).items()}
 
 
 def _held(folder: Path) -> dict[str, TensorSpec]:
@@ -147,6 +148,7 @@ def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     found[TIED_HEAD] = (shape.vocab_size, hidden)
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if shape.model_type == GEMMA else []
+    norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if shape.model_type == OLMO3 else norms
     attention = _latent_attention(shape) if shape.kv_lora_rank else _attention(shape, fields)
     dense, experts = _feed_forward("mlp.", shape.intermediate_size, hidden), _experts(shape, fields)
     has_delta_net = [kind == DELTA for kind in layer_types(fields)] if shape.num_delta_layers else [False] * len(layers)
@@ -171,6 +173,8 @@ def _attention(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
         found |= {f"self_attn.{name}_proj.bias": (number,) for name, number in rows.items()}
     if family in WITH_QK_NORMS or (family == "glm4_moe" and fields.get("use_qk_norm")):
         found |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    if family == OLMO3:
+        found |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (of_groups,)}
     if family == GPT_OSS:
         found |= {"self_attn.o_proj.bias": (hidden,), "self_attn.sinks": (shape.num_attention_heads,)}
     return found

@@ -266,10 +266,9 @@ def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
 
 def hf_log_probs(path: str, samples: list[Sample]) -> list[torch.Tensor]:
     """The same log-probs from transformers, one sample at a time."""
-    from transformers import AutoModelForCausalLM
+    from tests.support.tiny_models import load_model
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    results = []
+    model, results = load_model(path), []
     for sample in samples:
         ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
         with torch.no_grad():

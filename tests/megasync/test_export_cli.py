@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from megasync.tools.bisect.reference import Weights
 from megasync.config.errors import ConfigError
 from megasync.tools.export.command import export, main
 from megasync.tools.serving.send import FolderSource
+from tests.engine.model.test_gpt_oss import write_packed
 from tests.support.file_limit import file_limit, umask, without_override
 from tests.support.tiny_models import write_tiny_model
 
@@ -159,6 +161,16 @@ def test_versions_of_another_model_are_refused(tmp_path: Path, capsys: pytest.Ca
         assert not (tmp_path / "out").exists()
 
 
+def test_versions_of_a_base_in_mxfp4_are_written_in_the_models_dtype(tmp_path: Path) -> None:
+    packed, plain = write_packed(tmp_path), weights(tmp_path / "plain")
+    run = adapted(tmp_path, packed.with_name("plain"), "bfloat16", target_modules=["q_proj"])
+    (run / "config.yaml").write_text(f"model: {{path: {packed}, dtype: bfloat16}}\n")
+    VersionWriter(run / "versions", stage=0, num_stages=1, keeps_weights=True, full_every=1).write(3, iter(plain.items()))
+    assert main([str(run), "--to", str(tmp_path / "out"), "--version", "3"]) == 0
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert own.keys() == plain.keys() and all(torch.equal(own[name], plain[name]) for name in own)
+
+
 def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
     script = "import sys; from megasync.tools.export.command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", script, str(run), "--to", str(tmp_path / "model")]
@@ -172,7 +184,10 @@ def test_the_command_needs_no_torch(run: Path, tmp_path: Path) -> None:
 
 def adapter_run(folder: Path, family: str, dtype: str, **lora: object) -> Path:
     """A run's folder with a checkpoint of a PEFT adapter, all of whose numbers are random."""
-    base = write_tiny_model(folder / "base", family, seed=1)
+    return adapted(folder, write_tiny_model(folder / "base", family, seed=1), dtype, **lora)
+
+
+def adapted(folder: Path, base: Path, dtype: str, **lora: object) -> Path:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(r=4, lora_alpha=6, **lora))
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -237,6 +252,39 @@ def test_a_merged_adapter_is_what_peft_merges(tmp_path: Path, family: str, dtype
         rounded = expected[name].to(tensor.dtype)
         torch.testing.assert_close(tensor, rounded, rtol=1.6e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6, msg=name)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").decode([5, 6, 7]) == '"#$'
+
+
+def test_biases_of_routers_stay_float32_in_a_merge(tmp_path: Path) -> None:
+    run = adapter_run(tmp_path, "glm4_moe_lite", "bfloat16", target_modules=["o_proj"])
+    assert main([str(run), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    own, base = weights(tmp_path / "merged"), weights(tmp_path / "base")
+    biases = [name for name in own if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(own[name], base[name]) for name in biases)
+    assert {tensor.dtype for name, tensor in own.items() if name not in biases} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_base_in_mxfp4_is_merged_as_its_numbers(tmp_path: Path, num_files: int) -> None:
+    """Also where blocks and scales lie in two files."""
+    packed, plain = write_packed(tmp_path), tmp_path / "plain"
+    if num_files == 2:
+        held = weights(packed)
+        parts = [{name: tensor for name, tensor in held.items() if name.endswith("_scales") is each} for each in (True, False)]
+        names = [f"model-{number}.safetensors" for number in range(num_files)]
+        for name, part in zip(names, parts, strict=True):
+            save_file(part, packed / name, {"format": "pt"})
+        weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        (packed / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (packed / "model.safetensors").unlink()
+    run = adapted(tmp_path, plain, "bfloat16", target_modules=["q_proj", "o_proj"])
+    for name, base in (("of_plain", plain), ("of_packed", packed)):
+        (run / "config.yaml").write_text(f"model: {{path: {base}, dtype: bfloat16}}\n")
+        assert main([str(run), "--to", str(tmp_path / name), "--merge"]) == 0
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "of_packed", dtype="auto").state_dict()
+    expected = weights(tmp_path / "of_plain")
+    assert own.keys() == expected.keys() and all(torch.equal(own[name], expected[name]) for name in own)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(own[query], weights(plain)[query])
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

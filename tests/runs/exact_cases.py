@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from engine.folder import read_own_fields
 from tests.runs.train_cases import COMMAND, ROOT, launch, write_config
 from tests.support.tiny_models import write_tiny_model
 
@@ -36,9 +37,9 @@ def exact_config(
         sections: laid over the config.
     """
     longest = -(-(lengths[1] + tokens) // PAGE) * PAGE
-    own_fields = {"num_hidden_layers": 2, "max_position_embeddings": longest}
-    model = write_tiny_model(folder / "model", family, tied=family == "qwen3", **own_fields)
-    fields = json.loads((model / "config.json").read_text())
+    sizes_of_model = {"num_hidden_layers": 2, "max_position_embeddings": longest}
+    model = write_tiny_model(folder / "model", family, tied=family == "qwen3", **sizes_of_model)
+    fields = read_own_fields(model)
     head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     token_bytes = 2 * 4 * fields["num_hidden_layers"] * fields["num_key_value_heads"] * head
     own: dict[str, dict[str, Any]] = {

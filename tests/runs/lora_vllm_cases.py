@@ -12,6 +12,8 @@ from bridge.config import SyncConfig
 from bridge.generation import GenerationRequest
 from bridge.messages import SyncError
 from bridge.send.publish import Publisher
+from engine.folder import LANGUAGE
+from engine.model import lora
 from engine.sample import Sample
 from megasync.run.canary import Canary, probe_sequences
 from megasync.run.weights import build_adapter_source
@@ -19,21 +21,22 @@ from tests.engine.engine_cases import engine, exporter, log_probs, random_sample
 from tests.support.replicas import OpenPool
 from tests.engine.model.lora_cases import save_adapter, worst_difference
 from tests.runs.sync_cases import is_rank_zero, replica
+from tests.support.tiny_models import load_model
 
 STARTS_PROCESSES = True  # see ranks.py
 
 
-def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: int) -> dict[str, Any]:
+def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: int, dtype: str = "float32") -> dict[str, Any]:
     """Train; after each step bring the weights merged to one replica and the adapter alone to another, and compare.
 
     The adapter's replica splits over two workers; each sync ends with a comparison of what vLLM holds with what was sent.
     """
     pools: dict[str, OpenPool] = {}
     if is_rank_zero():
-        pools["merged"] = replica(path)
-        pools["adapter"] = replica(path, adapter_rank=case["lora"]["rank"], tensor_parallel=2)
-    result: dict[str, Any] = {"tokens": [], "gaps": [], "seconds": {"merged": [], "adapter": []}, "bytes": {}}
-    with engine(path, **case) as built:
+        pools["merged"] = replica(path, dtype=dtype)
+        pools["adapter"] = replica(path, adapter_rank=case["lora"]["rank"], tensor_parallel=2, dtype=dtype)
+    result: dict[str, Any] = {"tokens": [], "gaps": [], "effects": [], "seconds": {"merged": [], "adapter": []}, "bytes": {}}
+    with engine(path, dtype=dtype, **case) as built:
         sources = {"merged": exporter(built), "adapter": build_adapter_source(built)}
         spec = sources["adapter"].spec
         sync = SyncConfig(bucket_bytes=150_000, verify="readback")
@@ -50,13 +53,16 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
                 result["bytes"][way] = report.num_bytes
             samples = random_samples(6, seed=1000 + step)
             mine = log_probs(built, samples)
+            with lora.reference(built.chunks):
+                result["effects"].append(worst_difference(mine, log_probs(built, samples)))
             if is_rank_zero():
                 result["tokens"].append({way: greedy(pool, samples) for way, pool in pools.items()})
                 result["tokens"][-1]["peft"] = peft_greedy(path, folder, samples)
                 result["gaps"].append({way: score_gap(pool, samples, mine) for way, pool in pools.items()})
         if is_rank_zero():
             result["held"] = held_adapter(pools["adapter"], folder)
-        canary = Canary(probe_sequences([range(5, 40)], 2, 12), 1e-3, 60.0, print)
+        tolerance = 1e-3 if dtype == "float32" else 0.1
+        canary = Canary(probe_sequences([range(5, 40)], 2, 12), [(5, 6, 7), (20, 21)], tolerance, 60.0, print)
         canary.score_by_trainer(built)
         result["canary"] = canary.compare(num_steps, pools.get("adapter"), publishers["adapter"])["sync/canary_gap"]
         result["differing"] = publishers["adapter"].diff_with_replica(0)
@@ -71,8 +77,9 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
 
 
 def held_adapter(pool: OpenPool, folder: str) -> dict[str, bool]:
-    """Whether what vLLM holds of the adapter is what PEFT's folder has, by name; B with the scale in it."""
-    files = load_file(Path(folder) / "adapter_model.safetensors")
+    """Whether what vLLM holds of the adapter is what PEFT's folder has, by own name; B with the scale in it."""
+    written = load_file(Path(folder) / "adapter_model.safetensors")
+    files = {name.replace(LANGUAGE, "model."): each for name, each in written.items()}
     scale = 2.0  # alpha / rank of the tests
     held = pool.read_back()
     return {name: torch.equal(held[name], files[name] * (scale if "lora_B" in name else 1.0)) for name in held}
@@ -97,10 +104,8 @@ def greedy(pool: OpenPool, samples: list[Sample]) -> list[tuple[int, ...]]:
 
 def peft_greedy(path: str, folder: str, samples: list[Sample]) -> list[tuple[int, ...]]:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
+    model = PeftModel.from_pretrained(load_model(path), folder).merge_and_unload().eval()
     results = []
     for sample in samples:
         ids = sample.prompt_ids.tolist()

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import DELTA_TARGETS, LATENT_FAMILIES, LATENT_TARGETS
+from engine.config import DELTA_TARGETS, LATENT_FAMILIES, LATENT_TARGETS, LORA_TARGETS
 from tests.engine.model.test_gpt_oss import write_packed
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import DELTA_SERVED, LLAMA3, SERVED, YARN, publish, write_tiny_model
+from tests.support.tiny_models import DELTA_SERVED, LLAMA3, SERVED, YARN, publish, rename, write_tiny_model
 
 pytestmark = pytest.mark.vllm_on_cpu
 
@@ -110,9 +110,10 @@ def test_vllm_generates_alike_from_merged_weights_and_from_the_adapter(root: Pat
     assert all(result["held"].values())
 
 
-def test_ranks_send_to_the_workers_on_their_devices(root: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("olmo3", marks=pytest.mark.long)])
+def test_ranks_send_to_the_workers_on_their_devices(root: Path, family: str) -> None:
     """Through memory that is shared on a device, a rank for each of two workers; sequences are longer than the window."""
-    path = str(write_tiny_model(root / "shared", "gemma3_text", tied=True, num_hidden_layers=NUM_LAYERS, vocab_size=131))
+    path = str(write_tiny_model(root / family, family, tied=True, num_hidden_layers=NUM_LAYERS, vocab_size=131))
     cases = [{"wrap": "ddp", "tensor": 2}, {"wrap": "megatron_fsdp"}, {"wrap": "ddp", "lora": {"rank": 4, "alpha": 8.0}}]
     arguments = {"path": path, "cases": cases, "num_steps": 2, "transport": "ipc", "tensor_parallel": 2}
     first, second = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)
@@ -214,6 +215,53 @@ def test_replica_follows_other_families_bit_for_bit(root: Path, family: str) -> 
         assert result["moved"] == 1
         assert result["gap"] < 1e-4
         assert all(verified for _, _, verified in result["versions"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3_vl", publish), ("qwen2_5_vl", publish), ("gemma3", publish), ("gemma3", rename)]
+)
+def test_replica_follows_language_models_of_folders_with_vision_layers(root: Path, family: str, layout: Any) -> None:
+    """Also what it generates token by token, and with adapters merged."""
+    sizes: dict[str, Any] = {"vocab_size": 131, "num_hidden_layers": 2, "tied": family != "qwen2_5_vl"}
+    sizes |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if family == "qwen2_5_vl" else {}
+    path = layout(write_tiny_model(root / f"{family}_{layout.__name__}", family, **sizes))
+    cases: list[dict[str, Any]] = [{"wrap": "megatron_fsdp", "tensor": 2, "sequence": True}]
+    cases.append({"wrap": "ddp", "tensor": 2, "lora": {"rank": 4, "alpha": 8.0}})
+    arguments = {"path": str(path), "cases": cases, "num_steps": 2, "verify": "readback", "generates": True}
+    results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)[0]
+    for case, result in zip(cases, results, strict=True):
+        print(case, result["gap"])
+        assert result["differing"] == []
+        assert result["moved"] == 1
+        assert result["gap"] < 1e-4
+        assert all(verified for _, _, verified in result["versions"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_adapters_alone_within_folders_of_images(root: Path, family: str) -> None:
+    """As merged, and as PEFT has them; of Qwen 3.5, in bfloat16, also those of a gated delta net's linears, by two workers."""
+    sizes: dict[str, Any] = {"vocab_size": 131, "num_hidden_layers": 2}
+    lora: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+    if family == "qwen3_5":
+        sizes |= {**DELTA_SERVED, "dtype": torch.bfloat16}
+        lora["targets"] = (*LORA_TARGETS, *DELTA_TARGETS)
+    path = str(publish(write_tiny_model(root / f"{family} alone", family, **sizes)))
+    case = {"name": "sft", "lora": lora, "optimizer": {"learning_rate": 1e-2}, "wrap": "ddp", "tensor": 2, "sequence": True}
+    arguments = {"path": path, "folder": str(root / f"{family} adapter"), "case": case, "num_steps": 3}
+    arguments["dtype"] = "bfloat16" if family == "qwen3_5" else "float32"
+    result = run_ranks(2, "tests.runs.lora_vllm_cases:publish_both_ways", arguments, 600.0)[0]
+    print(result["gaps"], result["effects"])
+    assert all(max(gaps.values()) < (0.25 if family == "qwen3_5" else 1e-4) for gaps in result["gaps"])
+    assert result["effects"][-1] > 5 * result["gaps"][-1]["adapter"]
+    if family == "qwen2_5_vl":
+        assert all(tokens["merged"] == tokens["adapter"] == tokens["peft"] for tokens in result["tokens"])
+    assert result["differing"] == ([], "")
+    # layers with attention have 7 linears in PEFT, those with a gated delta net 8; megatron-core 4
+    assert len(result["held"]) == 2 * (7 + 4) + (family == "qwen3_5")
+    assert all(result["held"].values())
+    assert result["serves_on"]
 
 
 @pytest.mark.long

@@ -18,9 +18,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -34,8 +37,12 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -54,6 +61,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
@@ -75,6 +84,7 @@ FAMILIES = {
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "kimi_k2": (kimi_k2.KimiK2Config, AutoModelForCausalLM._model_mapping[kimi_k2.KimiK2Config]),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
@@ -83,10 +93,25 @@ FAMILIES = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 WITH_VISION: dict[str, tuple[str, Any, Any]] = {  # the language model's family, and classes
+    "gemma3": ("gemma3_text", Gemma3Config, Gemma3ForConditionalGeneration),
+    "qwen2_5_vl": ("qwen2", Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_5": ("qwen3_5_text", Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe": ("qwen3_5_moe_text", Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    "qwen3_vl": ("qwen3", Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16, "patch_size": 4}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+VISIONS: dict[str, dict[str, object]] = {
+    "gemma3": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+    | {"patch_size": 4},
+    "qwen2_5_vl": {**VISION, "fullatt_block_indexes": [0]},
+    "qwen3_5": {**VISION, "num_position_embeddings": 16},
+    "qwen3_5_moe": {**VISION, "num_position_embeddings": 16},
+    "qwen3_vl": {**VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}
+IMAGES = {  # sections of a head of 32 that images' rotary embeddings have
+    "qwen2_5_vl": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 6, 6]},
+    "qwen3_vl": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+}
 LLAMA3 = {  # rope_parameters that scale some of the frequencies of a head of 32
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -144,13 +169,20 @@ FIELDS: dict[str, dict[str, object]] = {  # of config.json, where a family's dif
     },
     "kimi_k2": {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "mixtral": {"num_hidden_layers": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": {  # every fourth layer does not slide, and has frequencies and a scale of its own
+        "sliding_window": 8,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 96},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 96},
 }
-WITHOUT_HEAD_DIM = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen2", "qwen2_moe")
+WITHOUT_HEAD_DIM = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "olmo3", "qwen2", "qwen2_5_vl", "qwen2_moe")
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -184,18 +216,19 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
     if family in WITHOUT_HEAD_DIM:
         del fields["head_dim"]
     fields |= copy.deepcopy(FIELDS.get(text, {}))  # transformers adds to rope_parameters
+    fields |= {"rope_parameters": copy.deepcopy(IMAGES[family])} if family in IMAGES else {}
     fields |= copy.deepcopy(config)
     if family in WITH_VISION:
-        vision = {**VISION, "out_hidden_size": fields["hidden_size"]}
+        vision = copy.deepcopy({**VISIONS[family], "out_hidden_size": fields["hidden_size"]})
         fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     model = model_class(config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         # vision layers last: the others have the values that they have in a folder of their own
-        for name, parameter in sorted(model.named_parameters(), key=lambda item: ".visual." in item[0]):
+        for name, parameter in sorted(model.named_parameters(), key=lambda item: is_of_vision(item[0])):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            is_centred = family == "gemma3_text" or (text in DELTA_FAMILIES and "linear_attn" not in name)
+            is_centred = text == "gemma3_text" or (text in DELTA_FAMILIES and "linear_attn" not in name)
             center = 0.0 if is_centred else 1.0  # of the weights of norms
             parameter.copy_(center + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
         for module in model.to(dtype).modules():
@@ -220,10 +253,58 @@ def write_tiny_model(
     return folder
 
 
-def publish(folder: Path) -> Path:
-    """Rewrite a folder of "qwen3_5" or "qwen3_5_moe" as those on the hub are; returns it.
+def is_of_vision(name: str) -> bool:
+    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
 
-    A tensor of all experts of a layer, few numbers in float32, a layer that predicts further tokens, rotary embeddings of images.
+
+def load_model(folder: str | Path) -> Any:
+    """transformers' model in float32, vision layers too where the folder has some."""
+    has_vision = "vision_config" in json.loads((Path(folder) / "config.json").read_text())
+    auto_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    return auto_class.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def rename(folder: Path) -> Path:
+    """Rewrite a folder of "gemma3" or "qwen2_5_vl" with the names that transformers 4.52 wrote; returns it."""
+    prefixes = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+    if json.loads((folder / "config.json").read_text())["model_type"] == "qwen2_5_vl":
+        prefixes = {"model.": "model.language_model."}
+    prefixes |= {each: f"model.{each}" for each in ("visual.", "vision_tower.", "multi_modal_projector.")}
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        tensors[prefixes.get(old, "") + name.removeprefix(old)] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def publish(folder: Path) -> Path:
+    """Rewrite a folder with vision layers as those on the hub are; returns it."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    if fields["model_type"] in ("qwen3_5", "qwen3_5_moe"):
+        return _publish_qwen3_5(folder)
+    text = fields["text_config"]
+    if fields["model_type"] == "gemma3":  # text_config leaves out what is its class's default
+        kept = ("hidden_size", "intermediate_size", "model_type", "num_hidden_layers", "sliding_window", "vocab_size")
+        own = ("num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar", "sliding_window_pattern")
+        text["sliding_window_pattern"] = text.pop("_sliding_window_pattern")
+        local, rope = (text["rope_parameters"][kind] for kind in ("sliding_attention", "full_attention"))
+        thetas = {"rope_local_base_freq": local["rope_theta"], "rope_theta": rope.pop("rope_theta")}
+        fields["text_config"] = {**{name: text[name] for name in (*kept, *own)}, **thetas, "rope_scaling": rope}
+    else:
+        rope = text.pop("rope_parameters")
+        text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "tie_word_embeddings": fields["tie_word_embeddings"]}
+    if fields["model_type"] == "qwen2_5_vl":
+        rope["type"] = rope.pop("rope_type") and "mrope"
+        fields = {**fields.pop("text_config"), **fields}
+    path.write_text(json.dumps(fields))
+    return folder
+
+
+def _publish_qwen3_5(folder: Path) -> Path:
+    """A tensor of all experts of a layer, few numbers in float32, a layer that predicts further tokens, rotary embeddings of
+    images.
     """
     tensors, path = load_file(folder / "model.safetensors"), folder / "config.json"
     fields = json.loads(path.read_text())

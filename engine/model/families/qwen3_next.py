@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from engine.attention.delta import MIXED, split_sizes
+from engine.attention.delta import MIXED, by_key_heads, split_sizes
 from engine.model.families.qwen3_5 import DELTA, FUSED, Qwen35MoeBridge
 
 from mbridge.core.bridge import register_model
@@ -29,9 +29,7 @@ class Qwen3NextBridge(Qwen35MoeBridge):
     def _weight_to_hf_format(self, name: str, weight: torch.Tensor) -> tuple[list[str], list[torch.Tensor]]:
         if not name.endswith(FUSED[0]):
             return super()._weight_to_hf_format(name, weight)
-        heads = self.config.linear_num_key_heads
-        parts = [part.view(heads, -1, weight.shape[1]) for part in torch.split(weight, split_sizes(self.config))]
-        fused = [torch.cat(each, 1).flatten(0, 1) for each in (parts[: MIXED + 1], parts[MIXED + 1 :])]
+        fused = by_key_heads(weight, split_sizes(self.config), self.config.linear_num_key_heads)
         return self._weight_name_mapping_mcore_to_hf(name), fused
 
     def _weight_to_mcore_format(self, name: str, weights: list[torch.Tensor]) -> torch.Tensor:

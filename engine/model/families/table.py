@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS
-from engine.model.families import gemma, gpt_oss, kimi_k2, qwen3_5
+from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS, OLMO3
+from engine.model.families import gemma, gpt_oss, kimi_k2, olmo3, qwen3_5
 from engine.model.families import qwen3_next  # noqa: F401 - it registers a bridge
 from engine.runtime import workarounds
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
 # families that mbridge does not list: with another's layers and names
-BRIDGE_OF = {"mistral": "llama", "seed_oss": "qwen2", GEMMA: "qwen3", "glm4_moe_lite": "deepseek_v3", kimi_k2.NAME: "deepseek_v3"}
-NAMES = {GEMMA: gemma.NAMES}  # or most of them: what to add to its tables
+BRIDGE_OF = {"mistral": "llama", "seed_oss": "qwen2", **dict.fromkeys((GEMMA, OLMO3), "qwen3")}
+BRIDGE_OF |= dict.fromkeys(("glm4_moe_lite", kimi_k2.NAME), "deepseek_v3")
+NAMES = dict.fromkeys((GEMMA, OLMO3), gemma.NAMES)  # or most of them: what to add to its tables
 # families with layers of their own
 LAYERS: dict[str, Callable[[Any, Any, int], None]] = {GEMMA: gemma.use_layers, GPT_OSS: gpt_oss.use_layers}
+LAYERS[OLMO3] = olmo3.use_layers
 LAYERS |= dict.fromkeys(DELTA_FAMILIES, qwen3_5.use_layers)
 
 
@@ -50,6 +52,8 @@ def config_arguments(hf_config: Any) -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig in which mbridge's are wrong for this model; for set_extra_args."""
     if hf_config.model_type == GEMMA:
         return gemma.config_arguments(hf_config)
+    if hf_config.model_type == OLMO3:
+        return olmo3.config_arguments()
     if hf_config.model_type not in BIASED_ROUTERS:
         return {}
     groups = hf_config.n_group if hf_config.n_group > 1 else None  # with one there is nothing to choose

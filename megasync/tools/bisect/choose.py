@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import DELTA_FAMILIES, GEMMA, LATENT_FAMILIES, MOE_FAMILIES, LoraConfig
+from engine.config import PLAIN_FAMILIES, LoraConfig
+from engine.folder import read_model_type
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.models.folder import check_model_folder, model_fields
+from megasync.models.folder import check_model_folder, is_vision_language, model_fields
 from megasync.report.log import CONFIG_FILE
 from megasync.tools.export.command import checkpoints_of
 from megasync.tools.serving.source import find_source
@@ -59,9 +60,9 @@ def choose(run: Path, scratch: Path, step: int | None, overrides: list[str]) -> 
 
 def check_family(folder: Path) -> None:
     family = model_fields(folder).get("model_type")
-    if family in (*MOE_FAMILIES, *LATENT_FAMILIES, *DELTA_FAMILIES, GEMMA):
+    if is_vision_language(folder) or family not in PLAIN_FAMILIES:
         raise ConfigError(
-            f"{folder}: model_type = {family!r}: its modules are not followed one by one",
-            choices="llama, mistral, qwen2, qwen3",
+            f"{folder}: model_type = {read_model_type(folder)!r}: its modules are not followed one by one",
+            choices=", ".join(PLAIN_FAMILIES),
             remedy="compare another model; sync.verify=readback compares the weights of any",
         )

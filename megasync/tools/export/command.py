@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.folder import written_fields
 from megasync.config.errors import ConfigError, main_errors, nearest_name, refuse_if
 from megasync.config.files import CHECKPOINTS, VERSIONS, flush, lock_holder
 from megasync.config.load import load_config
@@ -228,7 +229,7 @@ def export_version(run: Path, target: Path, version: int) -> Path:
 
     reader, remedy = VersionReader(log), f"put the run's own files into {log}, or its own model into {base}"
     try:
-        place, fields = f"{log}, version {version}", model_fields(base)
+        place, fields = f"{log}, version {version}", written_fields(model_fields(base))
         check_held(place, reader.shapes(version), model_shape(base), fields, remedy)
         with _whole_or_not(target, base) as partial:
             save_weights(partial, as_in(base, reader.tensors(version)), Share(0), digest_tensor)

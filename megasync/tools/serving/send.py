@@ -73,10 +73,10 @@ class FolderSource:
 
     def _places(self) -> dict[str, Place]:
         from bridge.layout.manifest import read_folder_manifest
-        from engine.folder import places, read_model_type
+        from engine.folder import places, read_inside
 
         shapes = {spec.name: spec.shape for spec in read_folder_manifest(self.folder).tensors}
-        return places(shapes, read_model_type(self.folder))
+        return places(shapes, read_inside(self.folder))
 
     def parts(self) -> Iterator[Part]:
         from safetensors import safe_open

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.vllm_on_cpu
 FAMILIES = {"deepseek_v3": False, "glm4_moe_lite": False, "kimi_k2": False, "gpt_oss": False, "glm4_moe": False}
 FAMILIES |= {"qwen2_moe": False, "qwen3_moe": False, "qwen3_5_moe_text": False, "qwen3_next": False}
 FAMILIES |= {"qwen2": False, "qwen3": True, "mistral": False, "gemma3_text": True, "qwen3_5_text": True, "seed_oss": False}
+FAMILIES |= {"olmo3": False}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
     **dict.fromkeys(LATENT_FAMILIES, SERVED),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bridge.export.source import whole_tensors
 from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
-from engine.folder import places, read_model_type
+from engine.folder import places, read_inside
 from engine.model.build import gpt_model
 from engine.engine import Engine
 from engine.sample import Sample
@@ -33,7 +33,7 @@ def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         path, samples = case.pop("path"), random_samples(6, seed=5)
         with engine(path, name="grpo", optimizer=OPTIMIZER, **case) as built:
             source, raw = exporter(built), load_file(Path(path) / "model.safetensors")
-            own = places({key: tensor.shape for key, tensor in raw.items()}, read_model_type(Path(path)))
+            own = places({key: tensor.shape for key, tensor in raw.items()}, read_inside(Path(path)))
             disk = {name: place.of(raw[place.key]) for name, place in own.items()}
             mine = log_probs(built, samples)
             exported = {name: tensor.clone().cpu() for name, tensor in whole_tensors(source)}
@@ -92,9 +92,9 @@ def by_itself(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def hf_gradients(path: str, samples: list[Sample]) -> dict[str, torch.Tensor]:
     """Of the mean of the response tokens' losses, by the names of `path`, also of the padding token's embedding."""
-    from transformers import AutoModelForCausalLM
+    from tests.support.tiny_models import load_model
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = load_model(path)
     model.get_input_embeddings().padding_idx = None  # else its row has no gradient
     num_tokens = sum(len(sample.response_ids) for sample in samples)
     for sample in samples:
@@ -102,11 +102,11 @@ def hf_gradients(path: str, samples: list[Sample]) -> dict[str, torch.Tensor]:
         values, first = torch.log_softmax(model(ids).logits[0], -1), len(sample.prompt_ids)
         (-values[first - 1 : -1].gather(-1, ids[0, first:, None]).sum() / num_tokens).backward()
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # of vision layers
     with tempfile.TemporaryDirectory() as folder:  # in a folder's names and shapes
         model.save_pretrained(folder)
         raw = load_file(Path(folder) / "model.safetensors")
-        own = places({key: tensor.shape for key, tensor in raw.items()}, read_model_type(Path(path)))
+        own = places({key: tensor.shape for key, tensor in raw.items()}, read_inside(Path(path)))
     return {name: place.of(raw[place.key]) for name, place in own.items()}
 
 

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
 from engine.checkpoint.shards import local
+from tests.support.tiny_models import load_model
 from tests.engine.engine_cases import converted, engine, exporter, interrupted_run, log_probs, random_samples
 
 
@@ -25,7 +26,7 @@ def write_peft_adapter(
     *,
     shared: bool,
     alpha: int = 8,
-    modules: tuple[str, ...] = (),
+    modules: tuple[str, ...] | str = (),
     parameters: tuple[str, ...] = (),
     start: str = "",
 ) -> Path:
@@ -34,14 +35,13 @@ def write_peft_adapter(
     `start`: another one of PEFT's `init_lora_weights`, in which A and B are random, too.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1)
-    targets = list(modules) or ["q_proj", "k_proj", "v_proj", "o_proj"]
-    targets += [] if modules or parameters else ["gate_proj", "up_proj", "down_proj"]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", *([] if parameters else ["gate_proj", "up_proj", "down_proj"])]
+    targets = modules if isinstance(modules, str) else list(modules) or linears
     given = {"target_modules": targets, "target_parameters": list(parameters) or None}
     config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=start or False, task_type="CAUSAL_LM", **given)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config)
+    model = get_peft_model(load_model(model_path), config)
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if "lora_" in name and start:
@@ -56,9 +56,8 @@ def write_peft_adapter(
 def peft_log_probs(model_path: str, adapter: str, samples: list[Sample], *, merged: bool = False) -> list[torch.Tensor]:
     """The same log-probs from transformers with PEFT, one sample at a time."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    base = load_model(model_path)
     model = PeftModel.from_pretrained(base, adapter).eval()
     if merged:
         model = model.merge_and_unload()
@@ -142,7 +141,8 @@ def merged_export(path: str, folder: str, case: dict[str, Any], num_steps: int =
         plain = converted(source)
     base = load_file(Path(path) / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    merged = dict(by_expert(PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()))
+    merged = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    merged |= dict(by_expert({name: tensor for name, tensor in merged.items() if name not in base}))
     return {
         "sender": source.is_sender,
         "names": names,

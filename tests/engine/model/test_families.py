@@ -22,7 +22,7 @@ from bridge.vllm.weights import experts
 from engine.sample import Sample
 from tests.engine.engine_cases import random_samples
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import LLAMA3, YARN, publish, write_tiny_model
+from tests.support.tiny_models import LLAMA3, YARN, publish, rename, write_tiny_model
 
 ODD = 131  # tokens; two ranks pad it to 256
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # samples have up to 38 tokens
@@ -33,6 +33,8 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "deepseek_v3, stages": ("deepseek_v3", False, {"rope_parameters": YARN, "num_nextn_predict_layers": 1}),
     "gemma3_text": ("gemma3_text", True, {}),
     "gemma3_text, stages": ("gemma3_text", False, {"num_hidden_layers": 3}),
+    "gemma3, published": ("gemma3", True, {}),
+    "gemma3, renamed": ("gemma3", False, {}),
     "glm4_moe": ("glm4_moe", False, {**GROUPS, "use_qk_norm": True, "attention_bias": False, "rope_parameters": LLAMA3}),
     "glm4_moe, tied": ("glm4_moe", True, {"n_shared_experts": 2, "num_nextn_predict_layers": 1}),
     "glm4_moe, stages": ("glm4_moe", False, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
@@ -49,7 +51,12 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "mistral, tied": ("mistral", True, {"sliding_window": 8}),
     "mixtral": ("mixtral", False, {"head_dim": None}),
     "mixtral, tied": ("mixtral", True, {"num_local_experts": 8, "sliding_window": 8}),
+    "olmo3": ("olmo3", False, {"layer_types": ["sliding_attention", "full_attention"]}),
+    "olmo3, tied": ("olmo3", True, {"num_key_value_heads": 4, "layer_types": ["full_attention", "sliding_attention"]}),
+    "olmo3, stages": ("olmo3", False, {"num_hidden_layers": 4}),
     "qwen2": ("qwen2", False, {**WINDOW, "max_window_layers": 0}),
+    "qwen2_5_vl, published": ("qwen2_5_vl", True, {"num_key_value_heads": 4}),
+    "qwen2_5_vl, renamed": ("qwen2_5_vl", False, {**WINDOW, "max_window_layers": 0}),
     "qwen2_moe": ("qwen2_moe", False, WINDOW),
     "qwen2_moe, tied": ("qwen2_moe", True, {"norm_topk_prob": True}),
     "qwen3": ("qwen3", True, {"rope_parameters": YARN, **WINDOW, "max_window_layers": 1}),
@@ -61,6 +68,8 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3_5_moe, published": ("qwen3_5_moe", False, {}),
     "qwen3_moe": ("qwen3_moe", False, WINDOW),
     "qwen3_next": ("qwen3_next", True, {"linear_num_key_heads": 4, "norm_topk_prob": False}),
+    "qwen3_vl, published": ("qwen3_vl", True, {}),
+    "qwen3_vl, stages": ("qwen3_vl", False, {"rms_norm_eps": 1e-5}),
     "seed_oss": ("seed_oss", False, {"head_dim": 48}),
     "qwen3_next, stages": ("qwen3_next", False, {"num_hidden_layers": 4}),
 }
@@ -71,6 +80,8 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "deepseek_v3, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "gemma3_text": {"tensor": 2, "sequence": True, "recompute": "selective"},
     "gemma3_text, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "fusions": "all", "recompute": "full"},
+    "gemma3, published": {"tensor": 2, "sequence": True, "fusions": "all"},
+    "gemma3, renamed": {"wrap": "megatron_fsdp", "pipeline": 2},
     "glm4_moe": {"tensor": 2, "sequence": True},
     "glm4_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "glm4_moe, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
@@ -87,7 +98,12 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "mistral, tied": {"tensor": 2, "fusions": "all"},
     "mixtral": {"tensor": 2, "sequence": True},
     "mixtral, tied": {"wrap": "megatron_fsdp", "expert": 2},
+    "olmo3": {"tensor": 2, "sequence": True, "recompute": "selective"},
+    "olmo3, tied": {"wrap": "megatron_fsdp", "tensor": 2, "fusions": "all"},
+    "olmo3, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "recompute": "full"},
     "qwen2": {"tensor": 2, "logits_chunk_tokens": 16},
+    "qwen2_5_vl, published": {"wrap": "megatron_fsdp", "tensor": 2, "fusions": "all"},
+    "qwen2_5_vl, renamed": {"tensor": 2, "sequence": True},
     "qwen2_moe": {"tensor": 2, "sequence": True},
     "qwen2_moe, tied": {"wrap": "megatron_fsdp", "expert": 2, "fusions": "all"},
     "qwen3_5_text": {"tensor": 2, "sequence": True, "recompute": "selective", "recompute_modules": ("core_attn", "mlp_act")},
@@ -98,6 +114,8 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen3_5_moe, published": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
     "qwen3_moe": {"wrap": "megatron_fsdp", "expert": 2},
     "qwen3_next": {"tensor": 2, "sequence": True},
+    "qwen3_vl, published": {"context": 2},
+    "qwen3_vl, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "recompute": "full"},
     "seed_oss": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
     "qwen3_next, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
@@ -112,17 +130,26 @@ ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too
     "gpt_oss": {"load_balancing": 0.01},
     "gpt_oss, stages": {"lora": {"rank": 4, "targets": ("linear_qkv", "linear_proj")}},
     "llama, linear": {"lora": {"rank": 4}},
+    "gemma3, renamed": {"lora": {"rank": 4, "targets": ("linear_qkv", "linear_fc1")}},
+    "qwen2_5_vl, renamed": {"lora": {"rank": 4}},
     "qwen3_5_text, stages": {"lora": {"rank": 4, "targets": ("linear_qkv", "in_proj", "out_proj")}},
 }
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("families")
-    for name, (family, tied, fields) in MODELS.items():
+def paths(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of the models that the selected tests name, or of all of them."""
+    root, tests = tmp_path_factory.mktemp("families"), (test for test in request.session.items if test.path == request.path)
+    cases = [getattr(test, "callspec", None) for test in tests]
+    named = {case.params.get("name") if case is not None else None for case in cases}
+    chosen = {name: fields for name, fields in MODELS.items() if None in named or name in named}
+    for name, (family, tied, fields) in chosen.items():
         write_tiny_model(root / name, family, tied, vocab_size=ODD, **{"num_hidden_layers": 2, **fields})
-    publish(root / "qwen3_5_moe, published")
-    return {name: str(root / name) for name in MODELS}
+        if "published" in name or "renamed" in name:
+            publish(root / name)
+        if "renamed" in name:
+            rename(root / name)
+    return {name: str(root / name) for name in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +188,10 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     """
     folders = [
         publish(write_tiny_model(tmp_path / "published", "qwen3_5_moe", num_hidden_layers=2)),
+        publish(write_tiny_model(tmp_path / "seen", "qwen2_5_vl", num_hidden_layers=2)),
         write_tiny_model(tmp_path / "hybrid", "qwen3_5_text", num_hidden_layers=2),
         write_tiny_model(tmp_path / "dense", "qwen3", num_hidden_layers=2),
+        write_tiny_model(tmp_path / "normed", "olmo3"),
     ]
     for folder in folders:
         weights = load_file(folder / "model.safetensors")

@@ -105,10 +105,10 @@ def test_stacks_of_experts_come_back(experts: int, ranks: int, part: str) -> Non
     assert torch.equal(tensor, held) and len(names) == 1
 
 
-def write_packed(folder: Path) -> Path:
-    """A model in MXFP4 as published, beside which `plain` is the same in bfloat16."""
-    path = write_tiny_model(folder / "packed", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64)
-    plain = write_tiny_model(folder / "plain", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64)
+def write_packed(folder: Path, **config: int) -> Path:
+    """A model in MXFP4 as published, beside which `plain` is the same in bfloat16. `config`: fields of config.json."""
+    path = write_tiny_model(folder / "packed", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64, **config)
+    plain = write_tiny_model(folder / "plain", "gpt_oss", dtype=torch.bfloat16, intermediate_size=64, **config)
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     decoded = dict(tensors)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from bridge.export.merge import merge_into, squared_error
-from engine.config import LATENT_TARGETS
+from engine.config import DELTA_TARGETS, LATENT_TARGETS, TARGET_OF
 from engine.model.lora import product
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import publish, write_tiny_model
 
 LORA = {"rank": 4, "alpha": 8.0}
 FAST = {"learning_rate": 1e-2}
@@ -72,6 +72,19 @@ def gemma(root: Path) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
+def within(root: Path) -> list[tuple[str, str]]:
+    """Folders with vision layers, which have linears of the same names, and PEFT folders for them as transformers loads them."""
+    from tests.engine.model.lora_cases import write_peft_adapter
+
+    found = []
+    for family in ("gemma3", "qwen2_5_vl", "qwen3_vl"):
+        path = str(publish(write_tiny_model(root / family, family, True, num_hidden_layers=2)))
+        modules = r".*\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+        found.append((path, str(write_peft_adapter(root / f"{family}_shared", path, shared=True, modules=modules))))
+    return found
+
+
+@pytest.fixture(scope="module")
 def latent(root: Path) -> tuple[str, dict[str, Any]]:
     """A model with multi-latent attention, and adapters beside all of its linears."""
     from tests.engine.model.lora_cases import write_peft_adapter
@@ -92,6 +105,7 @@ def test_log_probs_equal_peft(
     shared: str,
     apart: str,
     gemma: tuple[str, str],
+    within: list[tuple[str, str]],
     latent: tuple[str, dict[str, Any]],
     num_ranks: int,
 ) -> None:
@@ -101,6 +115,8 @@ def test_log_probs_equal_peft(
     stacked = {"rank": 8, "alpha": 16.0, "adapter_path": apart}  # q and v keep an A of their own
     cases.append({"path": model, "lora": stacked, **(layouts[2] if num_ranks == 2 else {})})
     cases += [{"path": gemma[0], "lora": {**LORA, "adapter_path": gemma[1]}, **layouts[1]}] if num_ranks == 1 else []
+    alone = [{"path": path, "lora": {**LORA, "adapter_path": adapter}} for path, adapter in within]
+    cases += alone if num_ranks == 1 else []
     cases += [{"path": latent[0], "lora": latent[1], **layout} for layout in (layouts[0], layouts[-2])]
     arguments = {"cases": cases, "folder": str(root / f"again_{num_ranks}")}
     for case, result in zip(cases, run_ranks(num_ranks, "tests.engine.model.lora_cases:against_peft", arguments)[0], strict=True):
@@ -176,21 +192,26 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "part"),
+    ("family", "targets"),
     [
-        ("qwen2_moe", ("linear_qkv", "linear_proj"), "self_attn"),
-        ("qwen2_moe", ("linear_fc1", "linear_fc2"), "mlp"),
-        ("deepseek_v3", LATENT_TARGETS, "self_attn"),
+        ("qwen2_moe", ("linear_qkv", "linear_proj")),
+        ("qwen2_moe", ("linear_fc1", "linear_fc2")),
+        ("deepseek_v3", LATENT_TARGETS),
+        ("glm4_moe_lite", (*LATENT_TARGETS, "linear_fc1", "linear_fc2")),
+        ("gpt_oss", ("linear_qkv", "linear_proj")),
+        ("qwen3_5_moe_text", (*DELTA_TARGETS, "linear_qkv", "linear_fc1")),
+        ("qwen3_next", (*DELTA_TARGETS, "linear_qkv", "linear_proj")),
     ],
 )
-def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targets: tuple[str, ...], part: str) -> None:
+def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targets: tuple[str, ...]) -> None:
     path = str(write_tiny_model(root / family, family))
     case = {"name": "sft", "lora": {**LORA, "targets": targets}, "optimizer": FAST, "tensor": 2, "sequence": True}
     arguments = {"path": path, "folder": str(root / "trained_experts"), "case": case}
     rank = run_ranks(2, "tests.engine.model.lora_cases:merged_export", arguments)[0]
     assert rank["in_order"] and rank["copied"]
     assert rank["worst"] < 1e-6
-    adapted = [name for name in rank["names"] if part in name and name.endswith(("_proj.weight", "_mqa.weight"))]
+    linears = {name: name.removesuffix(".weight").rpartition(".")[2] for name in rank["names"]}
+    adapted = [name for name, linear in linears.items() if TARGET_OF.get(linear) in targets]
     assert sorted(rank["names"]) == sorted([*adapted, *rank["unmoved"]])
 
 
@@ -272,14 +293,15 @@ def test_fused_rows_are_split_without_loss(groups: int, queries: int, head_size:
     from engine.peft.factors import Heads, split_rows
 
     of_delta = tuple(size * tensor_size for size in (2, 2, 6, 6, 3, 3))
-    for linear, rows, sizes in (
-        ("a.linear_qkv", groups * (queries + 2) * head_size, ()),
-        ("a.linear_qkv", groups * (2 * queries + 2) * head_size, of_delta),
-        ("a.in_proj", sum(of_delta), of_delta),
-        ("a.linear_fc1", 2 * tensor_size * head_size, ()),
-        ("a.linear_fc2", head_size, ()),
+    for linear, rows, sizes, key_heads in (
+        ("a.linear_qkv", groups * (queries + 2) * head_size, (), 0),
+        ("a.linear_qkv", groups * (2 * queries + 2) * head_size, of_delta, 0),
+        ("a.in_proj", sum(of_delta), of_delta, 0),
+        ("a.in_proj", sum(of_delta), of_delta, tensor_size),
+        ("a.linear_fc1", 2 * tensor_size * head_size, (), 0),
+        ("a.linear_fc2", head_size, (), 0),
     ):
-        heads = Heads(groups * queries, groups, sizes)
+        heads = Heads(groups * queries, groups, sizes, key_heads)
         numbers = torch.arange(rows)[:, None].expand(rows, 3).contiguous()
         parts = [part.reshape(-1, 3) for part in split_rows(linear, numbers, heads, tensor_size)]
         assert sorted(torch.cat(parts)[:, 0].tolist()) == list(range(rows))

@@ -77,6 +77,7 @@ GOOD: list[tuple[dict[str, object], list[str], int]] = [
     (MOE | {"moe_intermediate_size": 12}, ["model.dtype=float32"], 2),
     ({}, ["algorithm.num_minibatches=32", "rollout.tensor_parallel=4"], 2),
 ]
+OLMO3 = {"model_type": "olmo3", "rope_parameters": None}
 # the model's fields, overrides, trainer ranks, the key that is refused, a part of the remedy or the choices
 BAD: list[tuple[dict[str, object], list[str], int, str, str]] = [
     ({}, ["engine.overrides.bukcet_size=5"], 2, "engine.overrides.bukcet_size", "write engine.overrides.bucket_size"),
@@ -119,6 +120,7 @@ BAD: list[tuple[dict[str, object], list[str], int, str, str]] = [
     ({}, ["run.trainer_nodes=3"], 4, "run.trainer_nodes", "--num-ranks"),
     ({}, ["rollout.min_replicas=2"], 2, "rollout.min_replicas", "write rollout.min_replicas=1"),
     ({}, ["rollout.tensor_parallel=3"], 2, "rollout.tensor_parallel", "write rollout.tensor_parallel=2"),
+    (OLMO3, ["rollout.tensor_parallel=4"], 2, "rollout.tensor_parallel", "write rollout.tensor_parallel=2"),
     ({}, ["rollout.max_model_len=8", "rollout.max_new_tokens=8"], 2, "rollout.max_model_len", "rollout.max_model_len=264"),
     ({}, ["algorithm.num_minibatches=33"], 2, "algorithm.num_minibatches", "algorithm.num_minibatches=32"),
     ({}, ["algorithm.name=sft", "algorithm.num_minibatches=5"], 2, "algorithm.num_minibatches", "algorithm.num_minibatches=4"),

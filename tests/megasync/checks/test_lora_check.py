@@ -17,7 +17,7 @@ from tests.support.config_files import cannot_run, refused, write_model, write_r
 
 LINEARS = {"q_proj": (128, 128), "v_proj": (64, 128), "o_proj": (128, 128)}  # of config_files.MODEL
 RIGHT = {
-    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
     "out_proj": ("linear_attn.out_proj",),  # the same name in both
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "linear_q", "linear_v", "model.layers.3.self_attn.q_proj"),
     "linear_proj": ("o_proj", "self_attn.o_proj"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megasync.checks.sizes import served_errors
 from megasync.config.load import load_config
 from megasync.models.folder import check_model_folder
 from tests.support.config_files import model_refused, refusal, write_model, write_runnable
@@ -86,7 +87,6 @@ def runnable(tmp_path: Path) -> Path:
         ("model.dtype", ["model.dtype=float32"]),
         ("model.exact", ["model.exact=true", "model.dtype=float32", "algorithm.name=sft"]),
         ("engine.lora.targets", ["engine.lora.rank=4", "engine.lora.targets=[linear_q_up_proj]"]),
-        ("engine.lora.sync", ["engine.lora.rank=4", "engine.lora.sync=adapter"]),
     ],
 )
 def test_what_does_not_go_with_delta_nets(runnable: Path, key: str, overrides: list[str]) -> None:
@@ -99,3 +99,11 @@ def test_head_sizes_that_vllm_has_no_kernels_of_on_cpus(runnable: Path, name: st
     write_model(Path(load_config(runnable, []).model.path), **DELTA | {name: 32})
     error = refusal(runnable)
     assert (error.key, error.value, error.lines["choices"]) == (name, "32", "128") and "algorithm.name=sft" in error.remedy
+
+
+def test_adapters_alone_go_to_vllm_on_cpus(runnable: Path) -> None:
+    config = load_config(runnable, ["engine.lora.rank=4", "engine.lora.sync=adapter", "model.dtype=bfloat16"])
+    shape = check_model_folder(config.model.path)
+    assert not list(served_errors(config, shape, on_gpus=False))
+    (error,) = served_errors(config, shape, on_gpus=True)
+    assert (error.key, error.value) == ("engine.lora.sync", "adapter") and error.remedy

@@ -72,7 +72,7 @@ def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "mimo", "qwen4_moe", "gpt2", None, 3, ["llama"]])
+@pytest.mark.parametrize("family", ["glm4v", "qwen3_vl_moe", "mimo", "qwen4_moe", "gpt2", None, 3, ["llama"]])
 def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) -> None:
     """Also those that mbridge knows and the engine does not."""
     error = model_refused(write_model(tmp_path, model_type=family))
@@ -206,6 +206,8 @@ TYPES = ["sliding_attention", "full_attention"]
         ({**EXPERTS, **SLIDES, "layer_types": TYPES[:1] * 4}, (64,) * 4),
         ({"model_type": "llama", "sliding_window": None}, (0,) * 4),
         ({"model_type": "gemma3_text", "rope_parameters": None}, (4096,) * 4),
+        ({"model_type": "olmo3", "rope_parameters": None}, (4096, 4096, 4096, 0)),
+        ({"model_type": "olmo3", "rope_parameters": None, "sliding_window": 8, "layer_types": TYPES * 2}, (8, 0, 8, 0)),
         ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window": 8, "layer_types": TYPES * 2}, (8, 0, 8, 0)),
         ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, 0, 8)),
     ],
@@ -259,6 +261,37 @@ def test_unsupported_gemma(tmp_path: Path, key: str, changes: dict[str, object])
     gemma = {"model_type": "gemma3_text", "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     check_model_folder(write_model(tmp_path, **gemma, rope_scaling={"rope_type": "linear", "factor": 8.0}))
     assert model_refused(write_model(tmp_path, **gemma | changes)).key == key
+
+
+PUBLISHED = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("attention_bias", {"attention_bias": True}),
+        ("head_dim", {"head_dim": 64}),
+        ("head_dim", {"head_dim": None}),
+        ("hidden_act", {"hidden_act": "gelu"}),
+        ("layer_types", {"sliding_window": None}),
+        ("layer_types", {"layer_types": ["chunked_attention"] * 4}),
+        ("sliding_window", {"layer_types": TYPES[1:] * 4}),
+        ("rope_theta", {"rope_theta": 1e4}),
+        ("rope_theta", {"rope_theta": None}),
+        ("rope_theta", {"rope_theta": 1e4, "rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+        ("rope_theta", {"rope_scaling": None, "rope_parameters": {"sliding_attention": {"rope_theta": "1e4"}}}),
+        ("rope_scaling", {"rope_scaling": {"type": "yarn", "factor": 8.0}}),
+        ("rope_parameters", {"rope_scaling": None, "rope_parameters": PUBLISHED}),
+        ("attention_factor", {"rope_scaling": PUBLISHED | {"attention_factor": 1.0}}),
+        ("rope_type", {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}),
+        ("rope_type", {"rope_scaling": None, "rope_parameters": {"sliding_attention": PUBLISHED | {"rope_theta": 5e5}}}),
+        ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+    ],
+)
+def test_unsupported_olmo(tmp_path: Path, key: str, changes: dict[str, object]) -> None:
+    olmo = {"model_type": "olmo3", "rope_parameters": None, "rope_theta": 500000, "rope_scaling": PUBLISHED}
+    check_model_folder(write_model(tmp_path, **olmo))
+    assert model_refused(write_model(tmp_path, **olmo | changes)).key == key
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "", "\x00"])

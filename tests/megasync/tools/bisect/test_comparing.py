@@ -184,10 +184,12 @@ def test_responses_fit_into_what_the_replica_takes(run: Path) -> None:
 
 def test_wrong_use_starts_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny_model(tmp_path / "experts", "qwen3_moe")
+    write_tiny_model(tmp_path / "seed", "seed_oss")
     for arguments, expected in (
         ([str(tmp_path)], "is no run"),
         ([str(run), "--step", "7"], "has no checkpoint of step 7"),
         ([str(run), f"model.path={tmp_path / 'experts'}"], "its modules are not followed one by one"),
+        ([str(run), f"model.path={tmp_path / 'seed'}"], "model_type = 'seed_oss': its modules are not followed one by one"),
         ([str(run), "--prompt", "3"], "has no such response"),
         ([str(run), "rollout.kv_cache_bytes=1KiB", "rollout.max_model_len=64"], "too small for one sequence"),
         ([str(run), "--swap", "self_atn.attn"], "the model has no such module\n  nearest: self_attn.attn\n"),
