@@ -92,16 +92,15 @@ class Engine:
         self.temperature = sampling.temperature if algorithm.name == "grpo" else 1.0
         self.max_new_tokens = sampling.max_new_tokens
         check_limit(algorithm, sampling)
-        self.layout = parallel.layout()
-        self.device = device.compute_device()
+        self.layout, self.device = parallel.layout(), device.compute_device()
         self._kernels = kernels.choose(engine, model.dtype)
         self.mbridge = build_mbridge(model, engine, algorithm, adds_gradients=self._kernels.weight_gradients != "torch")
         alike.check_config(self.mbridge.hf_config, model.path)
         self.use_fused = fused.is_enabled(engine.fusions)
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
         self.balance = balance(engine, self.mbridge)
-        of_attention = (choose(self._kernels.setting, self.mbridge.config) for choose in (flash.choose, delta.choose_kernels))
-        self.kernels = self._kernels.describe(*of_attention)
+        setting, config = self._kernels.setting, self.mbridge.config
+        self.kernels = self._kernels.describe(flash.choose(setting, config), delta.choose_kernels(setting, config))
         self._describe_choices()
         chunks = build_model(self.mbridge, engine, weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0

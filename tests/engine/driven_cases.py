@@ -94,7 +94,7 @@ class Reference:
                 b_key = key.replace("lora_A", "lora_B")
                 self.parameters[b_key] = torch.nn.Parameter(tensors[b_key].clone())
                 self._adapt(self.model.get_submodule(linear), self.parameters[owner], self.parameters[b_key], ALPHA / rank)
-        if not rank:  # all parameters, of which those of one dimension do not decay
+        if not rank:  # all parameters are trained; those of one dimension do not decay
             self.parameters = dict(self.model.named_parameters())
         groups = [{"params": [each for each in self.parameters.values() if each.dim() > 1]}]
         groups += [{"params": [each for each in self.parameters.values() if each.dim() == 1], "weight_decay": 0.0}]
