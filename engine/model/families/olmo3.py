@@ -18,7 +18,7 @@ from engine.runtime.megatron import IdentityOp, tensor_parallel
 
 def config_arguments() -> dict[str, Any]:
     """Fields of megatron-core's TransformerConfig, for mbridge's set_extra_args."""
-    # with it finalize_model_grads.py:355 would sum the gradients of q_layernorm and k_layernorm, which are sharded over ranks here
+    # with it finalize_model_grads.py:355 would sum the gradients of q_layernorm and k_layernorm, which are sharded over ranks
     return {"qk_layernorm": False}
 
 
