@@ -72,22 +72,21 @@ def math_verify(sample: RewardInput) -> float:
     math-verify judges formulas. Where it fails, the reward is 0 and the reason is logged. The time limit uses a signal: outside
     of the main thread there is none.
     """
-    from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
+    found = read_answer(sample.response, in_thinking=sample.thinking or opens_thinking(sample.prompt))
+    if found is None:
+        return 0.0
+    gold = read_answer(sample.answer) or sample.answer
+    if same_text(sample.answer, found) or same_text(gold, found):
+        return 1.0
+    from math_verify.errors import TimeoutException  # type: ignore[import-untyped] # takes half a second
     from math_verify.utils import timeout  # type: ignore[import-untyped]
 
     limit = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
-        return float(timeout(limit)(_is_right)(sample))
+        return float(timeout(limit)(equal)(gold, found))
     except (Exception, TimeoutException) as error:  # noqa: BLE001 - sympy raises anything on a model's output
         logger.warning("math_verify: 0 for %.80r: %s: %s", sample.response, type(error).__name__, error)
         return 0.0
-
-
-def _is_right(sample: RewardInput) -> bool:
-    found = read_answer(sample.response, in_thinking=sample.thinking or opens_thinking(sample.prompt))
-    if found is None:
-        return False
-    return same_text(sample.answer, found) or equal(read_answer(sample.answer) or sample.answer, found)
 
 
 def reasoning_gym(sample: RewardInput) -> float:

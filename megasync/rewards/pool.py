@@ -81,6 +81,7 @@ class RewardPool:
         """ConfigError where `rollout.reward` cannot be imported. `judges`: those of the run, which this pool closes."""
         self.rollout, self.rewards, self.judges = rollout, resolve_rewards(rollout.reward), judges or Judges()
         asked = named_judges(rollout.reward, self.judges.configs)
+        self.functions = {reward.name: (place, reward) for place, reward in enumerate(self.rewards)}
         self.weights = weights(rollout.reward)
         self.takes_groups = any(reward.takes_list for reward in self.rewards)
         of_judges = [(name, self.weights[JUDGE + name], self.judges.configs[name].identity) for name in asked]
@@ -106,19 +107,22 @@ class RewardPool:
     async def score_group(self, samples: Sequence[RewardInput]) -> list[Scored]:
         """The rewards of each sample of a prompt, by the functions that its data chooses. Raises as `score` does."""
         names = [name for name in self.weights if samples[0].is_scored_by(name)]
-        functions = {reward.name: (place, reward) for place, reward in enumerate(self.rewards) if reward.name in names}
-        submitted = {name: self._submit(*function, list(samples)) for name, function in functions.items()}
-        columns = [submitted.get(name) or self._ask(name, samples) for name in names]
+        columns = [self._submit(name, samples) if name in self.functions else self._ask(name, samples) for name in names]
+        results = list(itertools.chain.from_iterable(columns))
         try:
-            await asyncio.gather(*itertools.chain.from_iterable(columns))
+            if len(results) == 1:  # gather takes as long as a short reward
+                await results[0]
+            else:
+                await asyncio.gather(*results)
         except WorkersError as error:
             raise RewardError(str(error)) from error
         rows = zip(*(itertools.chain.from_iterable(result.result() for result in column) for column in columns), strict=True)
         return [self._scored(names, row) for row in rows]
 
-    def _submit(self, place: int, reward: Reward, samples: list[RewardInput]) -> list[Result]:
+    def _submit(self, name: str, samples: Sequence[RewardInput]) -> list[Result]:
+        place, reward = self.functions[name]
         workers = self.concurrent if reward.is_async else self.plain
-        parts = [samples] if reward.takes_list else [[sample] for sample in samples]
+        parts = [list(samples)] if reward.takes_list else [[sample] for sample in samples]
         return [workers.submit(ScoreJob(self, reward, Call(place, part))) for part in parts]
 
     def _ask(self, name: str, samples: Sequence[RewardInput]) -> list[Result]:

@@ -77,9 +77,9 @@ def split(text: str) -> list[str]:
     parts, depth, begin = [], 0, 0
     for mark in SEPARATOR.finditer(text):
         token = mark[0]
-        if token in {"\\{", *OPENING}:
+        if token in {"\\{", "\\begin", *OPENING}:
             depth += 1
-        elif token in {"\\}", *CLOSING}:
+        elif token in {"\\}", "\\end", *CLOSING}:
             depth -= 1
         elif depth == 0 and not token.startswith("\\"):
             parts.append(text[begin : mark.start()].strip())
@@ -180,8 +180,8 @@ def time_of_day(text: str) -> tuple[int, bool] | None:
 
 
 def based(text: str) -> tuple[str, str] | None:
-    """Digits and their base, of 1010_{2} or "1010 base 2"; None: it is no such number."""
-    found = BASED.fullmatch(text)
+    """Digits and their base, of 1010_{2} or "1010 base 2", also at the end of a chain; None: it is no such number."""
+    found = BASED.fullmatch(re.sub(r"\A[^G-Za-z\\]*=\s?", "", text))
     base = found and (found[2] or found[3])
     base = BASES.get(base, base) if base else None
     if found is None or base is None or not base.isdigit() or not 2 <= int(base) <= 36 or not re.search(r"\d", found[1]):

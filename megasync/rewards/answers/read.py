@@ -12,8 +12,9 @@ r"""The answer in a response: which part of a text counts, whatever form it has.
 4. The last \boxed{...} or \fbox{...} that closed; several that "and", "or" or a comma join are the parts of one answer.
 5. The last "answer" or "result" of JSON; else what follows the last "the answer is", "answer:", "答案是", "答：" or the like, up
    to the end of the sentence or line, unless it is denied ("the answer cannot be 7").
-6. A text that is nothing but a value. Else the last number, formula or list in it with its unit, or the sentence where a word
-   before it denies it ("not", "than"); words where there is none.
+6. A text that is nothing but a value. Else the only text in bold of the last line, where it is a value. Else the last number,
+   formula or list in it with its unit, or the sentence where a word before it denies it ("not", "than"); words
+   where there is none.
    From 5 on, words in parentheses behind a value and a last paragraph that only comments ("Note: ...") are left out.
 
     read_answer(r"<think>6*7 = 42</think> So it is \boxed{17}.")      # "17"
@@ -54,30 +55,38 @@ BETWEEN_BOXES = re.compile(
     r"(?:\\text\s?\{|[\s$.}]|\\[()\[\]])*(?:(?:[,;&、]|,?\s*\b(?:and|or)\b|和|或|\\quad)(?:[\s$}]|\\[()\[\]])*)*(?:[A-Za-z]\s?=\s?)?"
 )
 PHRASE = re.compile(
-    r"\b(?:ans(?:wers?)?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet))[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=]|(?<=answer)\s[-–—→]+(?=\s))|(?:\A|\n)[^\w\n]*ans(?:wer)?\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
-    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?(?:是|为)?[:：]?(?=\s?[(（]?[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
-    r"|\b(?:pick|choose|select)(?=\s(?:option\s|choice\s)?\(?[A-H]\b(?!\s?\())|(?:答え|정답)\s?(?:は|은|[:：])",
+    r"\b(?:ans(?:wers?)?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet|as)\b)[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=]|(?<=answer)\s[-–—→]+(?=\s))|(?:\A|\n)[^\w\n]*ans(?:wer)?\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
+    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?(?:是|为)?[:：]?(?=[\s*(（]{0,4}[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
+    r"|\b(?:pick|choose|select)(?=\s(?:option\s|choice\s)?[(*]{0,3}[A-H][)*]{0,3}(?:\s*(?:[.;:!\n]|\Z)|,?\s(?:because|since|as)\b))|(?:答え|정답)\s?(?:は|은|[:：])",
     re.IGNORECASE,
 )
 CHOSEN = re.compile(r"(?<![A-Za-z])\(?([A-H])\)?[\s*]+is\s(?:the\s)?(?:correct|right)\b")
 AFTER_PHRASE = re.compile(
-    r"(?:[\s*_`:：=#>}]|\b(?:is|are|thus|therefore|\w+ly|donc|also|entonces|então|quindi)\b[:\s]|(?:option|choice)\s)*",
+    r"(?:[\s*_`:：=#>}]|\b(?:is|are|thus|therefore|(?:approximate|certain|clear|definite|evident|exact|final|name|obvious|precise|rough|simp)ly|donc|also|entonces|então|quindi)\b[:\s]|(?:option|choice)\s)*",
     re.IGNORECASE,
 )
 NO_VALUE = re.compile(r"(?:correct|right|helpful|clear|verified|confirmed|found|given)\b(?!\s*\d)", re.IGNORECASE)
 SENTENCE_END = re.compile(
-    r"\.(?=\s|\Z)|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so|not)\s|,\s*(?:because|since|which|so|not|as|but)\s"
-    r"|(?<=[\d}$)%]),\s(?!(?:and|or|x|y)\b)[a-z]{2,}\s|;\s[a-z]{3,}\s|\s(?:instead|rather)\s"
+    r"\.(?=\**(?:\s|\Z))|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so|not)\s|,\s*(?:because|since|which|so|not|as|but)\s"
+    r"|(?<=[\d}$)%*]),\s(?!(?:and|or|x|y)\b)[a-z]{2,}\s|;\s[a-z]{3,}\s|\s(?:instead|rather)\s"
     r"|(?<=\S),?\s(?:or|that is|i\.e\.)?,?\s?(?:approximately|about|roughly)\s"
 )
 DISPLAY = re.compile(r"\$\$([^$]{1,2000})\$\$|\\\[(.{1,2000}?)\\\]", re.DOTALL)
-MARKDOWN = re.compile(r"(?<![\w)*])(\*{1,3}|__?)(?=\S)([^*\n]{1,2000}?)(?<=\S)\1(?![\w(*])")
+MARKDOWN = re.compile(
+    r"(?<![\w)*])(?:(\*{1,3})(?=\S)([^*\n]{1,2000}?)(?<=\S)\1|(__?)(?=\S)([^*_\n]{1,2000}?)(?<=\S)\3)(?![\w(*])"
+)
+BOLD = re.compile(r"([^*]*)\*\*([^*]+)(?<!:)\*\*([^*\d\\=$]*)")  # the one value of a line in bold, and nothing like it behind
+GIVEN_TIME = re.compile(  # behind a number, as in "45 miles from home at the end of those 4 hours"
+    r"(\d.{0,200}) (?:after|in|of|over|during|for|within) (?:the|those|these|all) \d+"
+    r" (?:second|minute|hour|day|week|month|year)s\b"
+)
 HALF_DAY = re.compile(r"[ap]\.?m", re.IGNORECASE)
 HTML = re.compile(r"</?[a-z][a-z_]{0,15}\s{0,3}/?>|~~[^~\n]{1,200}~~", re.IGNORECASE)
 JSON_ANSWER = re.compile(
-    r'"(?:(?:final[_ ]?)?answer|result|solution|output|value)"\s{0,9}:\s{0,9}("(?:[^"\\\n]|\\.){0,999}"|[^",{}\n]{1,999})',
+    r'"(?:(?:final[_ ]?)?answer|result)"\s{0,9}:\s{0,9}("(?:[^"\\\n]|\\.){0,999}"|[^",{}\n]{1,999})',
     re.IGNORECASE,
 )
+SINGLE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\[A-Za-z]{2}(?<!\\u[0-9a-fA-F])")  # of LaTeX; \\n alone is JSON's
 CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
 IN_CJK = re.compile(f"[{CJK}]")
@@ -107,6 +116,7 @@ OPENING_WORD = re.compile(  # of a text that is more than a value
 )
 MATH = re.compile(r"[\d\\=^√≈π∞±≤≥<>∪]|\$.+\$")
 CJK_SENTENCE = re.compile(r"\A(?:所以|因此|故|综上|该|这)|。\Z")
+BASE_AFTER_BOX = re.compile(r"_\{?\d+\}?")
 UNIT_AFTER_BOX = re.compile(r"\$?\s{0,3}(?:\\text\s?\{\s?)?([A-Za-z]+)\}?\$?\s{0,3}(?=[.,;!?\n]|\Z)")
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 OPERATOR = re.compile(r"[-+*/=<>^≈≤≥≠±×÷·−∪%]+")
@@ -122,6 +132,7 @@ NEGATION = re.compile(r"\b(?:not|never|neither|either|nor|(?<!is )(?<!are )(?<!h
 SUBJECT = re.compile(  # up to what a Chinese sentence says of it
     "\\A.*(?:是|为|在|(?<!没)有|说法|命题|结论|直线|平面|函数|数列|方程)(?=[\u4e00-\u9fff①-⑳A-H])(?=[^不非无未])"
 )
+CJK_SAID = re.compile("(?<![不定能会非])[是为]([\u4e00-\u9fff]{2,})\\Z")
 DENIED = re.compile(r"(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|不[是对])", re.IGNORECASE)
 CLAUSE = re.compile(
     r"(?<=[\d}$)a-z])[,，]\s*(?:此时|当|其中|(?:attained|achieved|reached|occurring|when|since|because|with equality"
@@ -132,7 +143,7 @@ YES_NO = re.compile(r"(?:\\text\s?\{)?(yes|no|true|false)(?=\s?[,.;:!–—])", 
 NOT_BUT = re.compile(r"\bnot\s[^.\n]{1,40}?\sbut\s(?:rather\s)?|不是[^。\n]{1,20}?而是", re.IGNORECASE)
 COMMENT = re.compile(  # how a last paragraph begins that only comments
     r"\W*(?:(?:note|explanation|verification|check|remark|justification|reason|注|说明|检验|验证|解析)[*_]*[:：]"
-    r"|(?:note that|let me know|(?:i )?hope|to (?:verify|check)|feel free)\b)",
+    r"|(?:note that|let me know|(?:i )?hope|(?:we can |to )(?:verify|check)|feel free)\b)",
     re.IGNORECASE,
 )
 CONCLUSION = re.compile(r"\b(?:thus|hence|therefore|so the)\b|答", re.IGNORECASE)
@@ -195,8 +206,9 @@ def _untagged(text: str) -> str:
     head, _, last = text.rpartition("\n\n")
     if head and COMMENT.match(last) and not CONCLUSION.search(last):
         text = head
+    text = re.sub(r"(?<=[.!?])\s\([A-Z][^()]*[.!]\)\Z", "", text)
     text = NOT_BUT.sub("", ASIDE.sub("", text))
-    return _last_phrase(text) or _value(text, is_prose=OPENING_WORD.match(text) is not None)
+    return _last_phrase(text) or _last_bold(text) or _value(text, is_prose=OPENING_WORD.match(text) is not None)
 
 
 def _last_boxes(text: str | None) -> tuple[str | None, bool]:
@@ -227,16 +239,21 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
 
 
 def _unit_after(text: str, end: int) -> str:
-    """The unit that follows a number's box and ends its sentence or line; empty: another word follows, or none."""
+    """The base that follows a number's box, or the unit that ends its sentence or line; empty: another word follows, or none."""
+    if (base := BASE_AFTER_BOX.match(text, end)) is not None:
+        return base[0]
     word = UNIT_AFTER_BOX.match(text, end)
     return f" {word[1]}" if word is not None and canonical(word[1]) is not None else ""
 
 
 def _last_phrase(text: str) -> str:
     """What follows the last "the answer is" or the like; empty: there is none, or nothing follows."""
-    for value in reversed(JSON_ANSWER.findall(text)):
-        return _value(json.loads(value) if value.startswith('"') else value)
-    for mark in reversed(list(PHRASE.finditer(text))):
+    of_json = list(JSON_ANSWER.finditer(text))
+    within_json = {place for mark in of_json for place in range(*mark.span())}
+    phrases = [mark for mark in PHRASE.finditer(text) if mark.start() not in within_json]
+    for mark in sorted([*of_json, *phrases], key=re.Match.start, reverse=True):
+        if mark.re is JSON_ANSWER:
+            return _value(_json_value(mark[1]))
         if re.search(r"\bnot\b|n't\b|cannot|never", mark[0]):
             continue
         begin = AFTER_PHRASE.match(text, mark.end()).end()  # type: ignore[union-attr]
@@ -253,11 +270,30 @@ def _last_phrase(text: str) -> str:
     return chosen[-1] if chosen else ""
 
 
+def _json_value(text: str) -> str:
+    """What a value of JSON says; LaTeX whose backslashes were not doubled is taken as it stands."""
+    if not text.startswith('"'):
+        return text
+    try:
+        return text[1:-1] if SINGLE_BACKSLASH.search(text) else str(json.loads(text, strict=False))
+    except ValueError:
+        return text[1:-1]
+
+
+def _last_bold(text: str) -> str:
+    """The only bold text of the last line, where it is a number or a formula, or a word that something "is"; else empty."""
+    bold = BOLD.fullmatch(text.rpartition("\n")[2])
+    if bold is None or NOT_EQUAL.search(bold[1].rstrip()) or DENIED.match(bold[3].strip()):
+        return ""
+    is_said = re.search(r"\b(?:is|are|was|be|on|has|have)(?: an?)? \Z|[是为的]\s?\Z", bold[1]) is not None
+    return _value(bold[2]) if is_said or MATH.search(bold[2]) else ""
+
+
 def unmarked(text: str) -> str:
     """Without the marks of Markdown and HTML for bold, italic and code, and white space around it."""
     text = re.sub(r"\A\s*>\s(?=\*)", "", HTML.sub(" ", text).replace("`", ""))
     for _ in range(3):
-        text = MARKDOWN.sub(r"\2", text)
+        text = MARKDOWN.sub(r"\2\4", text)
     text = re.sub(r"\A\s*(?:#{1,6}\s|[a-z]\)\s(?=[-\d$\\])|>\s(?!\d)|\*\*|__)", "", text)
     return re.sub(r"(?<=\S)\*\*(?=\s|\Z)|\*\*\s*\Z|(?<=[.。])\*+\s*\Z", "", text).strip()
 
@@ -273,12 +309,16 @@ def _value(text: str, *, is_prose: bool = False) -> str:
     is_cjk_prose = re.search(r"\d", text) is not None and is_foreign
     if not re.search(r"\d", text) and (said := YES_NO.match(text)):
         return said[1]
-    if not (is_prose or is_cjk_prose) or "\\begin" in text:
+    if not (is_prose or is_cjk_prose) or ("\\begin" in text and not words):
         return text
     for line in reversed(text.splitlines()):
-        sentences = re.split(r"(?<=[^\s\d])[.!?]\s+|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
+        sentences = re.split(r"(?<=[^\s\d])[.!?]\s+(?!\\\])|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
         for sentence in reversed(sentences):
-            if MATH.search(sentence) and not FRAME.fullmatch(sentence) and (found := _last_group(sentence)):
+            if not MATH.search(sentence) or FRAME.fullmatch(sentence):
+                continue
+            if (said := CJK_SAID.search(sentence)) is not None and not re.search(r"\d", sentence):
+                return said[1]
+            if found := _last_group(sentence):
                 return found
     return _last_words(text)
 
@@ -298,7 +338,7 @@ def _last_words(text: str) -> str:
 
 def _last_group(sentence: str) -> str:
     """The last run of numbers, formulas and operators among words, with its unit, and what "and" or "or" joins to it."""
-    tokens = TOKEN.findall(CJK_EDGE.sub(" ", sentence))
+    tokens = TOKEN.findall(CJK_EDGE.sub(" ", GIVEN_TIME.sub(r"\1", sentence)))
     cores = [token.strip("*`\"'.,;:!?।،") for token in tokens]
     strong = [MATH.search(core) is not None for core in cores]
     end = next((place + 1 for place in reversed(range(len(tokens))) if strong[place]), 0)

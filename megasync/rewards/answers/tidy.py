@@ -8,6 +8,7 @@ Leaves out numbers, units and the order of parts, which equal.py compares by the
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -51,7 +52,7 @@ TEXT = re.compile(
 ASIDE = re.compile(
     r"(?<=[\d}%°a-z$*)])(?<!\\left)(?:\s+\((?!\s*(?:or|and|mod|base|in base|wrong|incorrect)\b)"
     r"(?=[^()\n]{0,300}(?:(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|mod|lim|max|min|sqrt|pi|alpha|beta|gamma|delta|theta|lambda|phi)\b)"
-    r"[A-Za-z]{3}|[\u4e00-\u9fff]))[^()\n]{0,300}\)|\((?=[\u4e00-\u9fff])[^()\n]{0,300}\))"
+    r"[A-Za-z]{3}|[\u4e00-\u9fff]))[^()\n]{0,300}\)|\((?=[\u4e00-\u9fff])[^()\n]{0,300}\))|(?<=[\u4e00-\u9fff])\(即[^()\n]{0,300}\)"
 )
 QUANTIFIER = (  # for all real x
     r",?\s(?:for|where|with) (?:[a-z] (?:is|=) )?(?:all|any|every|each|some|an?) "
@@ -149,6 +150,7 @@ SHORT_WORDS = frozenset(re.split(" ", "no on up in at it is or of to by if an as
 OPENING, CLOSING = "([{", ")]}"
 
 
+@functools.lru_cache(maxsize=1024)  # the data's answer comes once a sample
 def tidy(text: str) -> str:
     """The answer in one spelling. Time is linear in its length."""
     text = FRACTIONS.sub(r" \g<0>", text.translate(CHARACTERS))

@@ -20,7 +20,8 @@ DEGREES = re.compile(r"(-?[\d.]+)\s?°")
 FALLING = re.compile(r"([^<>]+)(>|\\ge(?![a-z]))([^<>]+?)(>|\\ge(?![a-z]))([^<>]+)")
 EQUALS = re.compile(r"(?<![<>:])=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])")
 NAME = re.compile(
-    r"\s*(?:\\(?:sin|cos|tan|cot|sec|csc)\s?)?(?:[A-Za-z](?:_\{?[\w ]+\}?)?'*(?:\s?\([^()]*\))?|\\[a-z]+(?:_\{?\w+\}?)?"
+    r"\s*(?:\\(?:sin|cos|tan|cot|sec|csc)\s?)?"
+    r"(?:(?:[A-Zf-h]\s?\^\s?\{-1\}|[A-Z]\s?\^T|[A-Za-z](?:_\{?[\w ]+\}?)?'*)(?:\s?\([^()]*\))?|\\(?!pi\b)[a-z]+(?:_\{?\w+\}?)?"
     r"|[|]?[A-Z]{1,4}[|]?|\|[a-z]\||\([A-Za-z](?:\s?,\s?[A-Za-z])+\)"
     r"|\\(?:angle|triangle|overline|vec|hat|mathbf|mathcal)\s?\{?[A-Za-z]+\}?)\s*°?"
 )
@@ -45,6 +46,8 @@ def named(text: str) -> tuple[str, str]:
         sides.reverse()  # 5 = x
     if len(sides) > 1 and (before := number(sides[-2])) and (last := number(sides[-1])) and not _is_rounded(before, last):
         return "", ""
+    if len(sides) > 2 and not NAME.fullmatch(sides[0]) and not letters_of(sides[-2]):
+        return "", sides[-1]  # \pi r^2 = \pi 3^2 = 9\pi
     return (sides[0] if len(sides) > 1 else ""), sides[-1]
 
 

@@ -247,10 +247,10 @@ def test_what_reasoning_gym_cannot_read_is_worth_0() -> None:
     of_task = {task: {"entry": line["entry"]} for task, line in lines.items()}
     factors, integral = of_task["prime_factorization"], of_task["simple_integration"]
     answer = json.loads(factors["entry"])["answer"]
-    assert totals("reasoning_gym", given("the factors are two", answer, **factors)) == [0, 1]
     thought, cut = f"<think><answer>{answer}</answer></think><answer>two</answer>", f"<think>It is {answer}"
     boxed = f"<think>two</think>Factors: \\boxed{{{answer}}}"
-    assert totals("reasoning_gym", given(thought, cut, f"<think>two</think>{answer}", boxed, **factors)) == [0, 0, 1, 1]
+    responses = ("the factors are two", answer, thought, cut, f"<think>two</think>{answer}", boxed)
+    assert totals("reasoning_gym", given(*responses, **factors)) == [0, 1, 0, 0, 1, 1]
     (group,) = score("reasoning_gym", given("9**9**9**9", **integral), reward_timeout_seconds=2)
     assert [(one.total, one.failures) for one in group] == [(0, ("reasoning_gym",))]
     assert "KeyError: 'entry'" in failure("reasoning_gym", *given("2"))
