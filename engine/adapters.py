@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from engine.config import DELTA_TARGETS, TARGET_OF, LoraConfig, LoraTarget
+from engine import rules
+from engine.config import DELTA_TARGETS, LATENT_TARGETS, TARGET_OF, LoraConfig, LoraTarget
 from engine.engine import Engine
 from engine.model import lora
 from engine.peft import factors
@@ -24,7 +25,7 @@ from engine.runtime.megatron import RowParallelLinear
 from engine.runtime.tensor_file import save_tensors
 from engine.wrap.optimizer import inner_optimizers
 
-ATTENTION, MLP = ("linear_qkv", "linear_proj", *DELTA_TARGETS), ("linear_fc1", "linear_fc2")
+ATTENTION, MLP = ("linear_qkv", *LATENT_TARGETS, *DELTA_TARGETS), ("linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Adapters:
         least, most = (0 if self.is_full else 1), self.engine.config.lora.rank
         if not least <= spec.rank <= most:
             raise RefusedError(f"rank = {spec.rank}: from {least} to {most}, which engine.lora.rank sets")
-        if not spec.targets:
-            raise RefusedError("train_attn and train_mlp are both false: there is nothing to train")
+        if not (self.is_full or set(spec.targets) & set(self.engine.config.lora.targets)):
+            raise RefusedError("train_attn and train_mlp leave out all of engine.lora.targets: there is nothing to train")
         self._reset()
         self.specs[name], self._present = spec, name
         self._set_scale(spec)
@@ -146,9 +147,10 @@ class Adapters:
         return {parameter: tensor.detach().to(parameter.device).requires_grad_() for parameter, tensor in owned}
 
     def add(self, name: str, gradients: Mapping[Any, torch.Tensor]) -> None:
-        """Add gradients, by the model's parameters, to the sums of the adapter's. Those in the wrap are overwritten."""
+        """Add this rank's gradients, by the model's parameters, to the adapter's, reduced over ranks by the wrap."""
         for parameter, gradient in gradients.items():
             parameter.main_grad.copy_(gradient)
+        self.engine.model_config.finalize_model_grads_func(self.engine.chunks)
         state = self._state(name)
         for number, gradient in enumerate(self.engine.wrapped.gradients()):
             state[f"added {number}"] += gradient.to(state[f"added {number}"].device)
@@ -226,7 +228,8 @@ def _check(engine: Engine) -> None:
         f"engine.wrap = {config.wrap}: adapters take turns with engine.wrap=ddp alone": not engine.wrapped.is_in_place,
         f"engine.lora.dropout = {config.lora.dropout}: write 0": config.lora.dropout > 0,
         "engine.optimizer.offload = true: adapters that wait lie in host memory already; write false": config.optimizer.offload,
-        "mixtures of experts have no adapters that take turns yet": engine.has_experts,
+        f"engine.lora.targets = {', '.join(config.lora.targets)}: {rules.EXPERTS_IN_TURNS}": engine.has_experts
+        and not rules.leaves_experts(config.lora),
         "model.dtype = float16: write bfloat16 or float32": engine.mbridge.dtype is torch.float16,
         "engine.lora.adapter_path: each adapter has a start of its own; leave it out": bool(config.lora.adapter_path),
     }

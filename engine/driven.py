@@ -115,14 +115,14 @@ class Driven:
         chosen = token_losses.TOKEN_LOSSES[loss]
         of_loss = partial(self._loss, data, len(microbatches), chosen, {**chosen.options, **options})
         if has_gradients:
-            self._zero_gradients()
+            self.engine.zero_gradients()
             return_free_memory()
             reports = self._runner.run(microbatches, self.engine.chunks, self._read, of_loss)
         else:
             with torch.no_grad():
                 values = self._runner.run(microbatches, self.engine.chunks, self._read)
                 reports = [of_loss(micro, each)[1] for micro, each in zip(microbatches, values, strict=False)]
-        passed = self._gather(microbatches, reports if self._reports else [], data)
+        passed = self._gather(microbatches, reports if self.layout.reports else [], data)
         if not math.isfinite(passed.loss):
             raise _not_finite(passed)
         if has_gradients:
@@ -148,7 +148,7 @@ class Driven:
             member.config.clip_grad = parameters.grad_clip_norm
         norm = gradient_norm(optimizer)
         if not math.isfinite(norm):
-            self._zero_gradients()
+            self.engine.zero_gradients()
             raise RefusedError(f"the norm of the gradients is {norm}; they were dropped, and the weights are as before")
         apply_gradients(optimizer, norm)
         return norm
@@ -166,15 +166,16 @@ class Driven:
         sums, reports = [shared.gradient_sums(each) for each in leaves], [list[Any]() for _ in requests]
         scales = [self.adapters.scale(self.adapters.specs[each.name]) for each in requests]
         most = min(self.engine.config.tokens_per_microbatch, self.engine.config.logits_chunk_tokens)
+        shards = shared.num_shards(self.engine.config.parallel)
         for group in shared.groups([[micro.num_tokens for micro in each] for each in own], most):
             members = [(number, own[number][index]) for number, index in group]
-            rows = [(micro.num_tokens, leaves[number], scales[number]) for number, micro in members]
-            joined = [shared.join([micro for _, micro in members])]
+            rows = [(micro.tokens.shape[1] // shards, leaves[number], scales[number]) for number, micro in members]
+            joined = [shared.join([micro for _, micro in members], shards)]
             self._runner.set_rotary(joined, self.engine.chunks[0])
             of_loss = partial(self._shared_loss, requests, [len(each) for each in own], members)
-            with lora.sharing(self.engine.chunks, rows):
-                (found,) = self._runner.run(joined, self.engine.chunks, self._read, of_loss)
-            for (number, _), report in zip(members, found, strict=True):
+            with lora.sharing(self.engine.chunks, rows), shared.unreduced(self.engine):
+                found = self._runner.run(joined, self.engine.chunks, self._read, of_loss)
+            for (number, _), report in zip(members, *found, strict=True) if self.layout.reports else ():
                 reports[number].append(report)
         passed = [self._gather(*each) for each in zip(own, reports, (request.data for request in requests), strict=True)]
         return [self._keep(*each) for each in zip(requests, passed, sums, strict=True)]
@@ -187,7 +188,7 @@ class Driven:
         split = engine.config.parallel
         table = SampleTable.from_samples([Sample(each.tokens[:1], each.tokens[1:]) for each in data])
         chunks = context.num_chunks(split)
-        multiple = chunks * (split.tensor if split.sequence else 1) if not self._can_share else shared.ROWS
+        multiple = shared.num_shards(split) * (shared.ROWS * split.context if self._can_share else chunks)
         bins = plan_microbatches(table.lengths, layout.data_size, engine.config.tokens_per_microbatch, engine.balance)
         microbatches = [pack(table, indices, multiple, engine.device, chunks) for indices in bins[layout.data_rank]]
         for micro in microbatches:
@@ -228,7 +229,8 @@ class Driven:
         values: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, list[Any]]:
         """The sum over the members' losses. Each is multiplied and divided by its number of micro-batches, as alone."""
-        parts = torch.split(values[0], [micro.num_tokens for _, micro in members])
+        shards = shared.num_shards(self.engine.config.parallel)
+        parts = lora.of_blocks(values[0], [micro.num_tokens // shards for _, micro in members])
         total, reports = values[0].new_zeros(()), []
         for (number, micro), part in zip(members, parts, strict=True):
             request, count = requests[number], counts[number]
@@ -263,17 +265,6 @@ class Driven:
         dist.all_reduce(flat)
         dist.all_reduce(loss)
         return Passed([part.cpu().numpy() for part in torch.split(flat, lengths)], float(loss))
-
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank reports for its data-parallel rank."""
-        return self.layout.is_last_stage and self.layout.tensor_rank == self.layout.context_rank == 0
-
-    def _zero_gradients(self) -> None:
-        chunk: Any
-        for chunk in self.engine.chunks:
-            chunk.zero_grad_buffer()
-        self.engine.optimizer.zero_grad()
 
     def _add_gradients(self) -> None:
         """Reduced over ranks already: of a buffer's shards this rank's own counts, in this sum as in the optimizer."""

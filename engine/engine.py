@@ -177,7 +177,7 @@ class Engine:
         if self.teacher is not None:
             self.teacher.fill(microbatches, self._runner, self._log_probs(self.temperature))
         if self.algorithm.name == "grpo" and self.algorithm.penalises_kl:
-            reporting = minibatches if self._reports else []
+            reporting = minibatches if self.layout.reports else []
             penalties = minibatch.kl_penalties(reporting, len(table), self.algorithm, self.device)
             table = minibatch.with_advantages(table, self.algorithm, self.max_new_tokens, self.own, penalties)
             minibatch.set_advantages(minibatches, table)
@@ -211,7 +211,7 @@ class Engine:
         [] on all ranks but 0. `samples`: those given to `prepare`.
         """
         packed = [(mini.first_sample, micro) for mini in minibatches for micro in mini.microbatches]
-        return chosen_log_probs(packed if self._reports else [], samples, chosen, self.device)
+        return chosen_log_probs(packed if self.layout.reports else [], samples, chosen, self.device)
 
     def held_out(self, samples: Sequence[Sample]) -> list[HeldOut]:
         """The log-prob of each response's sampled tokens at temperature 1, and whether greedy decoding gives all of them.
@@ -247,13 +247,13 @@ class Engine:
         return mini
 
     def _step(self, mini: MiniBatch) -> dict[str, float]:
-        self._zero_gradients()
+        self.zero_gradients()
         return_free_memory()
         with lora.training(self.chunks):
             reports = self._runner.run(mini.microbatches, self.chunks, self._criterion.read, partial(self._loss, mini))
         scale = loss_scale(self.optimizer)
         norm = gradient_norm(self.optimizer)
-        sums = metrics.reduce(reports if self._reports else [], self._criterion.sum_names, self.device)
+        sums = metrics.reduce(reports if self.layout.reports else [], self._criterion.sum_names, self.device)
         if self.has_experts:
             sums |= router.take_sums(self.chunks, len(mini.microbatches), self.layout, self.device)
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(norm))  # both are the same on every rank
@@ -264,12 +264,13 @@ class Engine:
         elif self.algorithm.non_finite == "stop" and not (math.isfinite(sums["loss"]) and scale and scale > 1):
             raise metrics.non_finite_error(sums["loss"], norm, self.wrapped.gradients(), self.device)
         else:
-            self._zero_gradients()
+            self.zero_gradients()
         router_bias.update(self.chunks, 0.0 if skipped else self.algorithm.router_bias_update_rate)
         rate = self.optimizer.param_groups[0]["lr"]
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped), "loss_scale": scale}
 
-    def _zero_gradients(self) -> None:
+    def zero_gradients(self) -> None:
+        """Those of the wrap and of the optimizer."""
         chunk: Any
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -305,7 +306,7 @@ class Engine:
         prompts, answers = table.prompt_lengths.tolist(), table.response_lengths.tolist()
         offsets = [0, *np.cumsum(answers).tolist()]
         flat = torch.zeros(num_values, offsets[-1], device=self.device)
-        for micro, outputs in zip(microbatches, values, strict=True) if self._reports else []:
+        for micro, outputs in zip(microbatches, values, strict=True) if self.layout.reports else []:
             for index, position in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
                 prompt, answer = prompts[index], answers[index]
                 for row, output in enumerate(outputs):
@@ -313,11 +314,6 @@ class Engine:
                     flat[row, offsets[index] : offsets[index + 1]] = own
         dist.all_reduce(flat)
         return [tuple(part.cpu()) for part in torch.split(flat, answers, dim=1)]
-
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank reports for its data-parallel rank: the first tensor- and context-parallel one of the last stage."""
-        return self.layout.is_last_stage and self.layout.tensor_rank == self.layout.context_rank == 0
 
 
 def check_limit(algorithm: AlgorithmConfig, sampling: RolloutSampling) -> None:

@@ -83,6 +83,14 @@ def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem |
     return None
 
 
+EXPERTS_IN_TURNS = "clients' adapters may be of attention alone where linears of experts have these names"
+
+
+def leaves_experts(lora: LoraConfig) -> bool:
+    """Whether experts stay frozen under these adapters. Those of experts are stacks, which no rank below the engine's cuts."""
+    return lora.rank > 0 and not {"linear_fc1", "linear_fc2"} & set(lora.targets)
+
+
 def recompute_problem(model_type: str, config: EngineConfig) -> Problem | None:
     """Rules of what is recomputed."""
     if model_type != GPT_OSS or config.recompute != "selective" or "mlp_act" not in config.recompute_modules:

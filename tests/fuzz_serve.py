@@ -2,6 +2,7 @@
 
     python -m tests.fuzz_serve --kills 12 --seed 0                 # two ranks, exact, merged weights
     python -m tests.fuzz_serve --kills 12 --seed 0 --mode slots    # one rank: shared passes, adapters in slots
+    python -m tests.fuzz_serve --kills 12 --seed 0 --mode data     # two data-parallel ranks: shared passes
     python -m tests.fuzz_serve --kills 12 --seed 0 --mode full     # two ranks, one client, all parameters
     python -m tests.fuzz_serve --kills 12 --victims "rank 1" rl    # these alone are killed, each as often as the others
 
@@ -39,6 +40,7 @@ WAIT_SECONDS = 240.0
 MODES = {
     "ranks": (2, ("sft", "rl"), ("engine.parallel.pipeline=2", "model.exact=true")),
     "slots": (1, ("sft", "rl", "rl2"), ("engine.lora.sync=adapter", "service.adapter_slots=2")),
+    "data": (2, ("sft", "sft2", "rl"), ("engine.lora.sync=adapter", "service.adapter_slots=2")),
     "full": (
         2,
         ("rl_full",),

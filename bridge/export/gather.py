@@ -166,9 +166,9 @@ class GatherPlan:
         return self._bound is not None and are_same_memory(self._bound.kept, _tensors(self._bound.items))
 
     def bind(self, items: Sequence[WeightItem]) -> None:
-        """Attach to the memory of `items`, which are those of the plan; nothing to do where it has stayed in place."""
-        tensors = _tensors(items)
-        if self._bound is not None and are_same_memory(self._bound.kept, tensors):
+        """Attach to the memory of `items`, those of the plan; nothing to do where it and adapters' scales have stayed."""
+        tensors, bound = _tensors(items), self._bound
+        if bound is not None and _scales(bound.items) == _scales(items) and are_same_memory(bound.kept, tensors):
             return
         bound = _Bound(items, [tensor.detach() for tensor in tensors], [], [], [], [], {})
         for item, places in zip(items, self._places, strict=True):
@@ -230,3 +230,7 @@ def _tensors(items: Sequence[WeightItem]) -> list[torch.Tensor]:
     for item in items:
         tensors += [item.tensor] if item.adapter is None else [item.tensor, item.adapter.a, item.adapter.b]
     return tensors
+
+
+def _scales(items: Sequence[WeightItem]) -> list[float]:
+    return [item.adapter.scale for item in items if item.adapter is not None]

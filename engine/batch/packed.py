@@ -79,6 +79,10 @@ class ContextPart:
         by_rank = torch.from_numpy(np.concatenate([own_positions(lengths, rank, size) for rank in range(size)]))
         return ContextPart(group, tuple(lengths), uses_ulysses, by_rank.to(device), torch.argsort(by_rank).to(device))
 
+    def of(self, lengths: Sequence[int]) -> ContextPart:
+        """The same rank's of another packing."""
+        return self.from_lengths(lengths, self.group, self.order.device, uses_ulysses=self.uses_ulysses)
+
     @property
     def own(self) -> torch.Tensor:
         """int64 [T / C]: the positions of this rank's tokens."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,9 +38,9 @@ NamedLinears = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive rows of a pass that several adapters share: those of one, with its factors."""
+    """Rows of a pass that several adapters share: those of one, with its factors."""
 
-    num_rows: int
+    num_rows: int  # consecutive ones, under sequence parallelism of each tensor-parallel rank
     a: torch.Tensor
     b: torch.Tensor
     scale: float
@@ -67,15 +67,16 @@ class _Adapted:
         """scale A x of inputs [T, ..., in], in a shared pass of each block by itself, with the bits that it has alone."""
         if not self.lora_blocks:
             return product(self._dropped(inputs, is_shard=is_shard), a) * self.lora_scale
-        parts = torch.split(inputs, [block.num_rows for block in self.lora_blocks])
-        return torch.cat([product(part, block.a) * block.scale for part, block in zip(parts, self.lora_blocks, strict=True)])
+        return self._by_block(inputs, lambda rows, block: product(rows, block.a) * block.scale)
 
     def _high(self, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """B of what `_low` gave, likewise."""
-        if not self.lora_blocks:
-            return product(low, b)
-        parts = torch.split(low, [block.num_rows for block in self.lora_blocks])
-        return torch.cat([product(part, block.b) for part, block in zip(parts, self.lora_blocks, strict=True)])
+        return self._by_block(low, lambda rows, block: product(rows, block.b)) if self.lora_blocks else product(low, b)
+
+    def _by_block(self, rows: torch.Tensor, compute: Callable[[torch.Tensor, Block], torch.Tensor]) -> torch.Tensor:
+        sizes = [block.num_rows for block in self.lora_blocks]
+        parts = zip(of_blocks(rows, sizes), self.lora_blocks, strict=True)
+        return by_rank([compute(part, block) for part, block in parts], sizes)
 
     def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
         """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
@@ -93,6 +94,21 @@ def product(inputs: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     Of transposed inputs, F.linear makes one product or a batch of them, by whether the factor requires a gradient.
     """
     return F.linear(inputs.flatten(0, -2), factor).view(*inputs.shape[:-1], -1)
+
+
+def of_blocks(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Rows [T, ...] that lie by tensor-parallel rank, and of each rank by block, as a tensor a block; also one rank's rows alone.
+
+    `sizes`: of each block the number of its rows on a rank.
+    """
+    pieces = torch.split(rows, [*sizes] * (len(rows) // sum(sizes)))
+    return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]
+
+
+def by_rank(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """The inverse of `of_blocks`."""
+    pieces = [torch.split(block, size) for block, size in zip(blocks, sizes, strict=True)]
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
 class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: ignore[misc]
@@ -244,15 +260,36 @@ def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
 
 @contextmanager
 def sharing(chunks: list[torch.nn.Module], rows: Sequence[tuple[int, Mapping[Any, torch.Tensor], float]]) -> Iterator[None]:
-    """Let consecutive rows of a pass have adapters of their own: number of rows, factors by the policy's, scale."""
+    """Let rows of a pass have adapters of their own: Block.num_rows, factors by the policy's, scale."""
     linears = [linear for _, linear in adapted_linears(chunks)]
     for linear in linears:
         linear.lora_blocks = [Block(num, own[linear.lora_a], own[linear.lora_b], scale) for num, own, scale in rows]
+    hooks = list(_whole_sequences(chunks, [num for num, _, _ in rows]))
     try:
         yield
     finally:
         for linear in linears:
             del linear.lora_blocks
+        for hook in hooks:
+            hook.remove()
+
+
+def _whole_sequences(chunks: list[torch.nn.Module], sizes: Sequence[int]) -> Iterator[Any]:
+    """Hooks by which attention gets block after block what lies by tensor-parallel rank, and gives it back by rank."""
+
+    def whole(_linear: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return torch.cat(of_blocks(outputs[0], sizes)), outputs[1]
+
+    def shards(_linear: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        num_ranks = len(inputs[0]) // sum(sizes)
+        return (by_rank(torch.split(inputs[0], [size * num_ranks for size in sizes]), sizes),)
+
+    for chunk in chunks:
+        for name, linear in chunk.named_modules():
+            if getattr(linear, "sequence_parallel", False) and name.endswith(("self_attention.linear_qkv", ".in_proj")):
+                yield linear.register_forward_hook(whole)
+            if getattr(linear, "sequence_parallel", False) and name.endswith(("self_attention.linear_proj", ".out_proj")):
+                yield linear.register_forward_pre_hook(shards)
 
 
 def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:

@@ -40,6 +40,11 @@ class Layout:
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
+    def reports(self) -> bool:
+        """Whether this rank reports for its data-parallel rank: the first tensor- and context-parallel one of the last stage."""
+        return self.is_last_stage and self.tensor_rank == self.context_rank == 0
+
+    @property
     def is_sender(self) -> bool:
         """One rank of each pipeline stage holds the gathered tensors of an export."""
         return self.tensor_rank == 0 and self.copy_rank == 0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from bench.equivalence.measure import leave_groups
 from bridge.export.source import whole_tensors
-from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.config import LORA_TARGETS, AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.adapters import AdapterSpec, RefusedError
 from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest, response_datum
 from engine.engine import Engine
@@ -24,6 +24,7 @@ from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
 from engine.runtime import parallel
 from engine.sample import Sample
+from engine.shared import can_share
 from megasync.run.weights import build_exporter
 
 LOSSES = tuple(TOKEN_LOSSES)
@@ -34,10 +35,11 @@ ALPHA, RANK = 16.0, 8
 def build(path: str, **options: Any) -> Driven:
     split = ParallelConfig(**options.pop("parallel", {}))
     parallel.initialize(split, seed=0)
-    lora = LoraConfig(rank=options.pop("rank", RANK), alpha=ALPHA)
+    lora = LoraConfig(rank=options.pop("rank", RANK), alpha=ALPHA, targets=options.pop("targets", LORA_TARGETS))
+    model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"))
     tokens = {"tokens_per_microbatch": 40, **options}
     engine = EngineConfig(wrap="ddp", parallel=split, lora=lora, **tokens)
-    return Driven(Engine(ModelConfig(path=path, dtype="float32"), engine, AlgorithmConfig(name="sft"), num_steps=1))
+    return Driven(Engine(model, engine, AlgorithmConfig(name="sft"), num_steps=1))
 
 
 def leaves_groups(case: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,9 +150,11 @@ def loss_by_hand(name: str, p: torch.Tensor, v: dict[str, torch.Tensor], options
 
 
 @leaves_groups
-def against_torch(path: str, rank: int, parallel: dict[str, int]) -> dict[str, dict[str, float]]:
+def against_torch(
+    path: str, rank: int, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS
+) -> dict[str, dict[str, float]]:
     """For each loss the largest relative differences, over two optimizer steps of two accumulated passes each."""
-    driven, found = build(path, parallel=parallel), {}
+    driven, found = build(path, parallel=parallel, targets=targets), {}
     for number, loss in enumerate(LOSSES):
         driven.adapters.create(loss, AdapterSpec(rank=rank, seed=number))
         reference = Reference(path, adapter_of(driven, loss), rank)
@@ -174,12 +178,12 @@ def against_torch(path: str, rank: int, parallel: dict[str, int]) -> dict[str, d
 
 
 @leaves_groups
-def all_parameters(path: str, parallel: dict[str, int]) -> dict[str, float | bool]:
+def all_parameters(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[str, float | bool]:
     """Against torch as above, in all parameters; and bits after a base model was shown, and of a state that was saved and loaded.
 
     Weights are those of this rank's stage.
     """
-    driven, name = build(path, rank=0, parallel=parallel), "ppo"
+    driven, name = build(path, rank=0, parallel=parallel, dtype=dtype), "ppo"
     base = whole(driven)
     driven.adapters.create(name, AdapterSpec(rank=0))
     reference = Reference(path, {}, 0)
@@ -205,6 +209,19 @@ def all_parameters(path: str, parallel: dict[str, int]) -> dict[str, float | boo
         resumed = train(driven, name, range(2)) == after
         driven.adapters.show(driven.adapters.specs[name], sent)
         return {**worst, "base": shown, "resumed": resumed, "saved": same(whole(driven), tensors)}
+
+
+@leaves_groups
+def shown(path: str, parallel: dict[str, int]) -> dict[str, bool]:
+    """Whether adapters of several ranks, whose scales differ, leave one exporter as they leave one of their own."""
+    driven, equal = build(path, parallel=parallel), {}
+    exporter = build_exporter(driven.engine, is_in_place=False, on_all_ranks=True)
+    for number, rank in enumerate((RANK, 3, 1)):
+        driven.adapters.create(name := f"rank {rank}", AdapterSpec(rank=rank, seed=number))
+        train(driven, name, range(1))
+        driven.adapters.show(driven.adapters.specs[name], driven.adapters.factors(name))
+        equal[name] = same({key: tensor.clone() for key, tensor in whole_tensors(exporter)}, whole(driven))
+    return equal
 
 
 def whole(driven: Driven) -> dict[str, torch.Tensor]:
@@ -288,10 +305,10 @@ def train(driven: Driven, name: str, steps: range) -> list[float]:
 
 
 @leaves_groups
-def in_turns(path: str, parallel: dict[str, int]) -> dict[str, bool]:
+def in_turns(path: str, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS) -> dict[str, bool]:
     """Whether two adapters that take turns, one of them saved and loaded on the way, have the bits of each alone."""
     specs = {"one": AdapterSpec(rank=RANK), "two": AdapterSpec(rank=3, train_mlp=False, seed=5)}
-    driven = build(path, parallel=parallel)
+    driven = build(path, parallel=parallel, targets=targets)
     alone = {}
     for name, spec in specs.items():
         driven.adapters.create(name, spec)
@@ -341,13 +358,14 @@ def together(path: str, losses: tuple[str, ...], **options: Any) -> dict[str, bo
             for own, name in zip(found, losses, strict=True):
                 own.append(driven.optim_step(name, ADAM) if step % 2 else None)
         for own, name in zip(found, losses, strict=True):
-            own += [tensor.numpy().tobytes() for tensor in adapter_of(driven, name).values()]
+            own += [tensor.float().numpy().tobytes() for tensor in adapter_of(driven, name).values()]
             driven.adapters.forget(name)
         return found
 
     turns, shared = results(in_turns), results(driven.share)
     assert "is inf" in turns[0][4]
-    return dict(zip(losses, (own == other for own, other in zip(turns, shared, strict=True)), strict=True))
+    equal = dict(zip(losses, (own == other for own, other in zip(turns, shared, strict=True)), strict=True))
+    return {**equal, "shared": can_share(driven.engine)}
 
 
 @leaves_groups

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
+from engine.config import LATENT_TARGETS
 from engine.shared import groups
 
 CASES = "tests.engine.driven_cases"
@@ -35,6 +36,27 @@ def test_losses_gradients_and_steps_are_those_of_torch(model: str, rank: int, la
         check(worst)
 
 
+EXPERTS = [
+    ("qwen3_moe", 1, {}),
+    ("qwen3_moe", 2, {"expert": 2}),
+    ("glm4_moe_lite", 2, {"tensor": 2, "sequence": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "num_ranks", "layout"), EXPERTS)
+def test_attention_beside_frozen_experts(tmp_path: Path, family: str, num_ranks: int, layout: dict[str, Any]) -> None:
+    path = str(write_tiny_model(tmp_path, family, num_hidden_layers=2))
+    targets = {"qwen3_moe": ("linear_qkv", "linear_proj"), "glm4_moe_lite": LATENT_TARGETS}[family]
+    given = {"path": path, "parallel": layout, "targets": targets}
+    if num_ranks == 1:
+        (found, *_) = run_ranks(num_ranks, f"{CASES}:against_torch", {**given, "rank": 8})
+        for loss, worst in found.items():
+            print(loss, worst)
+            check(worst)
+    for equal in run_ranks(num_ranks, f"{CASES}:in_turns", given):
+        assert equal == dict.fromkeys(equal, True)
+
+
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})])
 def test_all_parameters_are_trained_as_in_torch(model: str, num_ranks: int, layout: dict[str, int]) -> None:
     for found in run_ranks(num_ranks, f"{CASES}:all_parameters", {"path": model, "parallel": layout}):
@@ -43,17 +65,45 @@ def test_all_parameters_are_trained_as_in_torch(model: str, num_ranks: int, layo
         assert found["base"] and found["resumed"] and found["saved"]
 
 
+def test_all_parameters_in_16_bits(model: str) -> None:
+    """With main weights of the optimizer's own, which are an adapter's state."""
+    (found,) = run_ranks(1, f"{CASES}:all_parameters", {"path": model, "parallel": {}, "dtype": "bfloat16"})
+    assert found["base"] and found["resumed"] and found["saved"]
+    assert max(found[name] for name in ("log_probs", "loss", "norm", "weights")) < 0.05
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_adapters_in_turns_have_the_bits_of_each_alone(model: str, num_ranks: int) -> None:
     for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": model, "parallel": {}}):
         assert equal == dict.fromkeys(equal, True)
 
 
-@pytest.mark.parametrize("options", [{"tokens_per_microbatch": 512}, {"tokens_per_microbatch": 96, "recompute": "full"}])
-def test_adapters_in_one_pass_have_the_bits_of_each_alone(model: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {"tensor": 2})])
+def test_adapters_of_several_ranks_leave_by_one_exporter(model: str, num_ranks: int, layout: dict[str, int]) -> None:
+    for equal in run_ranks(num_ranks, f"{CASES}:shown", {"path": model, "parallel": layout}):
+        assert equal == dict.fromkeys(equal, True)
+
+
+TOGETHER = [
+    (1, {}, {"tokens_per_microbatch": 512}),
+    (1, {}, {"tokens_per_microbatch": 96, "recompute": "full"}),
+    (2, {}, {"tokens_per_microbatch": 96}),
+    (2, {"tensor": 2}, {"tokens_per_microbatch": 512}),
+    (2, {"tensor": 2, "sequence": True}, {"tokens_per_microbatch": 160, "recompute": "full"}),
+    (2, {"pipeline": 2}, {"tokens_per_microbatch": 512}),
+    (2, {"context": 2}, {"tokens_per_microbatch": 512}),
+    pytest.param(4, {"tensor": 2, "sequence": True, "pipeline": 2}, {"tokens_per_microbatch": 512}, marks=pytest.mark.long),
+    (4, {"tensor": 2, "sequence": True}, {"tokens_per_microbatch": 160}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), TOGETHER)
+def test_adapters_in_one_pass_have_the_bits_of_each_alone(
+    model: str, num_ranks: int, layout: dict[str, Any], options: dict[str, Any]
+) -> None:
     losses = ("cross_entropy", "ppo", "gspo", "cispo")
-    (equal,) = run_ranks(1, f"{CASES}:together", {"path": model, "losses": losses, **options})
-    assert equal == dict.fromkeys(losses, True)
+    for equal in run_ranks(num_ranks, f"{CASES}:together", {"path": model, "losses": losses, "parallel": layout, **options}):
+        assert equal == dict.fromkeys([*losses, "shared"], True)
 
 
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 100))
