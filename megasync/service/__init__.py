@@ -4,8 +4,9 @@
 
 - Each training client is an adapter with a rank up to `engine.lora.rank`, and has the bits that it would have alone. The one
   that works is on the device, the others lie in host memory, until their client finishes its session, or is silent and another
-  one wants the room (`service.silent_seconds`). With one trainer rank passes of several clients that wait are one
-  (`service.shared_clients`); with several ranks, in any layout, clients take turns.
+  one wants the room (`service.silent_seconds`). Passes of several clients that wait are one (`service.shared_clients`).
+- Clients take turns with more than two tensor- or context-parallel ranks, interleaved stages, experts, `model.exact`.
+- Experts stay frozen: `engine.lora.targets` has linears of attention alone. Others stay so, whatever a client asks.
 - With `service.full_parameters` one client trains all parameters. Its saved states are as large as the model's and the
   optimizer's, and its external weights a Hugging Face folder. While other weights are synced its own lie in host memory.
 - A request is logged in `runs/NAME/service/log.jsonl` before it is acknowledged. After a kill the same command replays the log
@@ -14,8 +15,8 @@
 - With `engine.lora.sync=adapter` replicas have `service.adapter_slots` versions at a time, with merged weights one: samples of
   another one cause a sync. A replica that dies is replaced, and its samples repeated.
 - Losses: engine/objective/token_losses.py, and the client's own in two passes. Refused by name: other losses, adapters of the
-  output layer (or left frozen: `service.frozen_unembed`), experts, images, top-k log-probs of sampled tokens, `megatron_fsdp`,
-  colocated replicas, GPUs.
+  output layer (or left frozen: `service.frozen_unembed`) and of experts, images, top-k log-probs of sampled tokens, colocated
+  replicas, GPUs, and `megatron_fsdp`, whose gradients and optimizer states are shards in its own buffers.
 - It listens on loopback; for another `service.host` the environment needs MEGASYNC_API_KEY. Web pages are not answered.
 
 bodies.py    JSON bodies of the client, and their validation

@@ -14,6 +14,7 @@ from megasync.service import bodies, wire
 from megasync.service.bodies import BadRequestError
 
 OF_MODELS = ("create_model", "forward_backward", "optim_step", "load_weights")
+CREATING = ("create_model", "load_weights")
 SAVES = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights", "save_weights_external": "external_weights"}
 DELETE, FINISH = "delete_checkpoint", "finish_session"
 TRAINING = (*OF_MODELS, *SAVES, DELETE, FINISH)  # all that the worker does, in one order

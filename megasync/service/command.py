@@ -19,11 +19,14 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megasync.checks.check import check_run_folder
+from engine import rules
+from engine.config import ParallelConfig
+from megasync.checks.check import check_packages, check_run_folder
+from megasync.checks.data import check_engine_arguments
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.config.errors import ConfigError, main_errors, refuse, shown_value, wrong
-from megasync.config.files import lock
+from megasync.config.files import lock, write_atomically
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch import launcher
@@ -31,8 +34,9 @@ from megasync.launch.devices import visible_devices
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
-from megasync.models.folder import check_model_folder
+from megasync.models.folder import check_model_folder, read_json_object
 from megasync.models.model_shape import ModelShape
+from megasync.service.journal import LOG_FILE
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -45,8 +49,9 @@ KEY = "MEGASYNC_API_KEY"
 SYNC_ATTEMPTS = 3
 # Keys by which requests of the log are read, and by which they are done again to the same bits.
 BITS = (
-    *("run.seed", "model.path", "model.dtype", "model.exact", "engine.parallel", "engine.lora", "engine.tokens_per_microbatch"),
-    *("rollout.max_model_len", "service.base_model", "service.frozen_unembed"),
+    *("run.seed", "model.path", "model.dtype", "model.exact", "engine.tokens_per_microbatch", "rollout.max_model_len"),
+    *("service.base_model", "service.frozen_unembed", *(f"engine.parallel.{name}" for name in ParallelConfig.model_fields)),
+    *(f"engine.lora.{name}" for name in ("rank", "alpha", "targets", "rslora")),
 )
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -61,6 +66,12 @@ def main(arguments: Sequence[str]) -> int:
     help_text = "start all ranks again where one has died, so often (default: 3)"
     parser.add_argument("--max-restarts", type=int, default=3, metavar="K", help=help_text)
     given = parser.parse_intermixed_args(list(arguments))
+    if not 0 <= given.port < 2**16:
+        parser.error(f"--port {given.port}: 0 to {2**16 - 1}")
+    if given.nproc is not None and given.nproc < 1:
+        parser.error(f"--nproc {given.nproc}: at least 1")
+    if given.max_restarts < 0:
+        parser.error(f"--max-restarts {given.max_restarts}: at least 0")
     if launcher.is_rank(os.environ):
         return serve_rank(given)
     with main_errors():
@@ -81,6 +92,8 @@ def check_service(config: Config, num_ranks: int) -> None:
     shape = check_model_folder(config.model.path)
     check_layout(config, shape, num_ranks)
     check_cache_memory(config)
+    check_engine_arguments(config)
+    check_packages(config)
     check_run_folder(config)
     if gpus := visible_devices():
         remedy = "serve from lane cpu, with CUDA_VISIBLE_DEVICES= in the environment"
@@ -91,22 +104,25 @@ def check_service(config: Config, num_ranks: int) -> None:
 
 
 def check_same(config: Config, num_ranks: int) -> None:
-    """ConfigError where the folder's log and state were made with other settings; notes those of a new folder."""
-    file = config.run.folder / "service" / "settings.json"
-    own = {"nproc": num_ranks} | {key: str(attrgetter(key)(config)) for key in BITS}
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(own))
+    """ConfigError where the folder has requests that were logged with other settings; keeps those of a folder without any."""
+    folder = config.run.folder / "service"
+    file, log = folder / "settings.json", folder / LOG_FILE
+    own = {"nproc": num_ranks} | {key: shown_value(attrgetter(key)(config)) for key in BITS}
+    if not file.exists() or not log.exists() or log.stat().st_size == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(own))
         return
-    for key, former in json.loads(file.read_text()).items():
-        if own.get(key) != former:
-            problem = f"{key} = {own.get(key)}: {config.run.folder} was made with {former}, by which its log is read"
-            raise ConfigError(problem, remedy=f"write {key}={former}, or another run.name")
+    for key, former in read_json_object(file, "write another run.name, since its log is read by this file").items():
+        if own.get(key, former) != former:
+            problem = f"{key} = {own[key]}: the requests of {config.run.folder} were logged with {former}"
+            given = f"--nproc {former}" if key == "nproc" else f"{key}=[{former}]" if "targets" in key else f"{key}={former}"
+            raise ConfigError(problem, remedy=f"write {given}, or another run.name")
 
 
 def _unserved(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """Of keys whose values a run may have, but no service."""
     only = {
+        "algorithm.name": ("grpo", "clients sample from replicas, which supervised runs have not"),
         "engine.wrap": ("ddp", "adapters of several clients take turns with ddp alone"),
         "engine.lora.dropout": (0.0, "a request that is repeated must have the same result"),
         "engine.lora.adapter_path": ("", "each client's adapter has a start of its own"),
@@ -125,13 +141,17 @@ def _unserved(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     elif not is_full and not has_adapters:
         remedy = "set it to the largest rank that a client may have, or write service.full_parameters=true"
         yield wrong(config, "engine.lora.rank", "clients train adapters", remedy=remedy)
-    if shape.num_experts:
-        problem = f"{shape.model_type} is a mixture of experts, which has no adapters that take turns yet"
-        yield wrong(config, "model.path", problem, remedy="take a model without experts")
+    elif shape.num_experts and is_full:
+        problem = "experts' optimizer and router biases are not swapped with a client's"
+        yield wrong(config, "service.full_parameters", problem, remedy="write service.full_parameters=false")
+    elif shape.num_experts and not rules.leaves_experts(config.engine.lora):
+        attention = ",".join(each for each in config.engine.lora.targets if each not in ("linear_fc1", "linear_fc2"))
+        remedy = f"write engine.lora.targets=[{attention or 'linear_proj'}]"
+        yield wrong(config, "engine.lora.targets", rules.EXPERTS_IN_TURNS, remedy=remedy)
     if config.model.dtype == "float16":
         yield wrong(config, "model.dtype", "clients' losses are not scaled", choices="bfloat16, float32", remedy="write bfloat16")
-    if config.teacher.paths:
-        yield wrong(config, "teacher.path", "clients have no teachers here", remedy="leave the section out")
+    for name in config.teacher.names:
+        yield wrong(config, f"teacher.{name}", "clients have no teachers here", remedy="leave the section out")
 
 
 def serve_rank(given: argparse.Namespace) -> int:

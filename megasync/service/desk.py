@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from megasync.config.service_section import ServiceConfig
 from megasync.service.bodies import BadRequestError
-from megasync.service.calls import DELETE, MOVABLE, SAMPLE, TRAINING, Call, Reader
+from megasync.service.calls import CREATING, DELETE, MOVABLE, SAMPLE, TRAINING, Call, Reader
 from megasync.service.journal import Journal, Line, Place
 
 Form = Literal["json", "protobuf", "error"]
@@ -85,6 +85,7 @@ class Desk:
         self._in_flight: set[Request] = set()  # samples that replicas work on
         self._sampled: dict[str, None] = {}  # versions, the one that was sampled most recently last
         self._order, self._is_ended = 0, False
+        self._failure: BaseException | None = None  # of a thread beside the main one
         self._restore(done)
 
     # ------------------------------------------------------------------------------------------------ of the HTTP thread
@@ -140,6 +141,15 @@ class Desk:
         line, num_bytes, pieces = self._journal.body(result)
         return line["form"], num_bytes, pieces
 
+    def scope(self, name: str) -> str:
+        """The client of a request. KeyError: there is no such request."""
+        return self._requests[name].call.scope
+
+    def models_to_come(self) -> set[str]:
+        """Those of requests to create a model that wait."""
+        with self._changed:
+            return {each.call.scope for each in self._training if each.call.kind in CREATING}
+
     def num_open(self) -> tuple[Counter[str], Counter[str]]:
         """Requests that wait, and samples that replicas work on, by session."""
         with self._changed:
@@ -161,6 +171,8 @@ class Desk:
         """
         with self._changed:
             while True:
+                if self._failure is not None:
+                    raise self._failure
                 if self._is_ended:
                     return Work("end")
                 if own := [each for each in self._samples if each.call.version in present]:
@@ -208,6 +220,12 @@ class Desk:
             found = [each for each in self._samples if each.call.version == version]
             self._samples = [each for each in self._samples if each.call.version != version]
             return found
+
+    def fail(self, failure: BaseException) -> None:
+        """`next_work` raises it."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
 
     def end(self) -> None:
         with self._changed:

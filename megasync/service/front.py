@@ -19,7 +19,7 @@ from megasync.service.calls import Reader
 from megasync.service.catalog import Catalog
 from megasync.service.desk import Desk, Request, Result
 from megasync.service.http import Server
-from megasync.service.journal import Journal
+from megasync.service.journal import LOG_FILE, Journal
 from megasync.service.sampling import Sampling
 from megasync.service.usage import Usage
 from megasync.service.worker import Worker
@@ -44,7 +44,7 @@ class Front:
         names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
         most = config.rollout.max_model_len or hf_config.max_position_embeddings
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
-        journal = Journal(worker.folder / "log.jsonl")
+        journal = Journal(worker.folder / LOG_FILE)
         ends.callback(journal.close)
         self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots)
         self.sampling = Sampling(self.pool, _ends_of(worker.engine, config.model.path), self.desk, self.finish)

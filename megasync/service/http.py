@@ -20,7 +20,7 @@ from aiohttp import web
 
 from megasync.config.service_section import ServiceConfig
 from megasync.service.bodies import BadRequestError, GetInfo, Heartbeat, LoadWeights, RetrieveFuture, WeightsInfo, parse
-from megasync.service.calls import BASE, DELETE, FINISH, OF_MODELS, SAMPLE, SAVES
+from megasync.service.calls import BASE, CREATING, DELETE, FINISH, OF_MODELS, SAMPLE, SAVES
 from megasync.service.catalog import Catalog, Found
 from megasync.service.desk import Desk, Form, Result, TooBusyError, error
 from megasync.service.queries import CHECKPOINT, PREFIX, SIGNED, Queries, found_or, path_of_route, problem
@@ -144,28 +144,31 @@ class Server:
             return problem(415, f"Content-Encoding = {request.headers['Content-Encoding']}: bodies are not compressed here")
         try:
             body = await self._body(request)
-            if kind == "create_model" or (kind == "load_weights" and parse(LoadWeights, body).session_id):
+            if kind in CREATING and (kind == "create_model" or parse(LoadWeights, body).session_id):
                 self._make_room()
             accepted = self._desk.submit(kind, body, request.headers.get("x-idempotency-key", ""))
         except BadRequestError as refused:
             return web.json_response({"request_id": self._fail(str(refused))})
-        self._heard_seconds[accepted.call.scope.partition(":")[0]] = time.monotonic()
+        self._hear(accepted.call.scope)
         answer: Found = {"request_id": accepted.name}
         if kind == SAMPLE:  # the client wants the id of each sequence at once
             answer["sample_sequence_ids"] = [f"{accepted.name}/{index}" for index in range(accepted.call.count)]
-        if kind in ("create_model", "load_weights"):
+        if kind in CREATING:
             answer["model_id"] = accepted.call.scope
         return web.json_response(answer)
 
     def _make_room(self) -> None:
-        """Where as many models are there as may, finish the sessions whose clients are gone: one that was killed cannot."""
-        sessions = [model.partition(":")[0] for model in self._catalog.specs()]
-        if len(sessions) < self._config.num_models:
+        """At the limit of models, end the sessions of silent clients: a client that was killed cannot end its own."""
+        models = {*self._catalog.specs()} | self._desk.models_to_come()
+        if len(models) < self._config.num_models:
             return
         since = time.monotonic() - self._config.silent_seconds
-        for session in set(sessions):
+        for session in {model.partition(":")[0] for model in models}:
             if self._heard_seconds.get(session, self._start_seconds) < since:
                 self._desk.submit(FINISH, json.dumps({"session_id": session}).encode(), "")
+
+    def _hear(self, scope: str) -> None:
+        self._heard_seconds[scope.partition(":")[0]] = time.monotonic()
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         session = parse(Heartbeat, await self._body(request)).session_id
@@ -186,6 +189,7 @@ class Server:
             return web.Response(body=failed.body, content_type="application/json")
         try:
             is_done = await self._desk.wait(name, self._config.poll_seconds)
+            self._hear(self._desk.scope(name))
         except KeyError:
             return problem(410, f"request_id = {name[:100]!r}: there is no such request")
         if not is_done:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+LOG_FILE = "log.jsonl"  # in the run's folder, below service/
 PIECE_BYTES = 2**16  # of base64, a multiple of 4
 HEAD_BYTES, MARK = 1024, b'"body": "'
 Line = dict[str, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -54,10 +54,15 @@ class Sampling:
             except RuntimeError:  # it is known to be dead
                 self._retry(request, replica, self.num_syncs)
             else:
-                self._threads.submit(self._await, request, replica, self.num_syncs, refs)
+                self._threads.submit(self._await, request, replica, self.num_syncs, refs).add_done_callback(self._check)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, done: Future[None]) -> None:
+        """An error of ours, such as a full disk under the log, ends the service: the request would wait for ever."""
+        if not done.cancelled() and (failure := done.exception()) is not None:
+            self._desk.fail(failure)
 
     def _await(self, request: Request, replica: int, num_syncs: int, refs: Sequence[object]) -> None:
         try:

@@ -412,3 +412,10 @@ def test_checkpoints_hold_the_first_requests(
     for model in range(4):
         own = [place for place in done if kinds[place][1] == model]
         assert own == sorted(own)
+
+
+def test_an_error_of_a_thread_ends_the_main_one(tmp_path: Path) -> None:
+    desk = start(tmp_path)
+    desk.fail(OSError("no space is left"))
+    with pytest.raises(OSError, match="no space"):
+        desk.next_work({})

@@ -211,9 +211,13 @@ def test_a_client_that_is_gone_makes_room(run: Callable[..., Running]) -> None:
     session = first.partition(":")[0]
     info = json.loads(running.send("get_info", {"model_id": first})[1])
     assert (info["is_lora"], info["lora_rank"]) == (False, None)
-    for _ in range(8):
-        time.sleep(0.2)
-        assert running.send("session_heartbeat", {"session_id": session})[0] == 200
+    asked = running.step(first, 1)
+    for beat in range(8):
+        time.sleep(0.3)
+        if beat < 4:
+            assert running.send("session_heartbeat", {"session_id": session})[0] == 200
+        else:
+            assert running.fetch(asked)[0] == 200
     assert running.fetch(running.step(running.model(), 1))[0] == 200
     assert ("finish_session", f"{session}:finish") not in running.done
     time.sleep(1.2)

@@ -10,7 +10,8 @@ from tests.support.tiny_models import SERVED, write_tiny_model
 
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
-from megasync.service.command import KEY, check_same, check_service
+from megasync.service.command import KEY, check_same, check_service, main
+from megasync.service.journal import LOG_FILE
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,11 @@ def config(model: str, folder: Path, *, rank: int = 8, **sections: Any) -> Confi
         ("service.host", {"service": {"host": "0.0.0.0"}}),
         ("rollout.on_update", {"rollout": {"on_update": "continue"}}),
         ("rollout.placement", {"rollout": {"placement": "colocated"}}),
+        ("rollout.engine_arguments.foo", {"rollout": {"engine_arguments": {"foo": 1}}}),
+        ("engine.kernels", {"engine": {"kernels": "te"}}),
+        ("algorithm.name", {"algorithm": {"name": "sft"}}),
+        ("teacher.version", {"teacher": {"version": "start"}}),
+        ("teacher.endpoint", {"teacher": {"endpoint": "http://host:8000/v1"}}),
     ],
 )
 def test_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, sections: dict[str, Any]) -> None:
@@ -50,12 +56,18 @@ def test_clients_train_adapters(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("glm4_moe_lite", SERVED), ("gpt_oss", {}), ("qwen3_moe", {})])
-def test_mixtures_of_experts_are_refused(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
-    """Before a rank starts, also with adapters of attention alone."""
+def test_experts_stay_frozen(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+    """Refused before a rank starts."""
     path = str(write_tiny_model(tmp_path / "model", family, num_hidden_layers=2, **sizes))
-    given = config(path, tmp_path, engine={"lora": {"rank": 8, "targets": ["linear_proj"]}})
-    with pytest.raises(ConfigError, match=rf"^model\.path = .*: {family} is a mixture of experts"):
-        check_service(given, 1)
+
+    def adapting(*targets: str) -> Config:
+        return config(path, tmp_path, engine={"lora": {"rank": 8, "targets": targets}})
+
+    check_service(adapting("linear_proj"), 1)
+    with pytest.raises(ConfigError, match=r"^engine\.lora\.targets = linear_proj, linear_fc2"):
+        check_service(adapting("linear_proj", "linear_fc2"), 1)
+    with pytest.raises(ConfigError, match=r"^service\.full_parameters = true"):
+        check_service(config(path, tmp_path, rank=0, service={"full_parameters": True}), 1)
 
 
 def test_all_parameters_are_trained_on_purpose(model: str, tmp_path: Path) -> None:
@@ -67,13 +79,47 @@ def test_all_parameters_are_trained_on_purpose(model: str, tmp_path: Path) -> No
 
 
 def test_a_folder_keeps_its_settings(model: str, tmp_path: Path) -> None:
-    """Its log is read and done again by them."""
+    """Its log is read and done again by them; while that is empty they may change."""
+    check_same(config(model, tmp_path, rank=4), 2)
     check_same(config(model, tmp_path), 1)
+    log = config(model, tmp_path).run.folder / "service" / LOG_FILE
+    log.write_text("{}\n")
     check_same(config(model, tmp_path, service={"max_waiting": 5}), 1)
     with pytest.raises(ConfigError, match=r"^nproc = 2"):
         check_same(config(model, tmp_path), 2)
-    with pytest.raises(ConfigError, match=r"^engine\.lora = "):
+    with pytest.raises(ConfigError, match=r"^engine\.lora\.rank = 4"):
         check_same(config(model, tmp_path, rank=4), 1)
+    check_same(config(model, tmp_path, engine={"lora": {"rank": 8, "sync": "adapter"}}), 1)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_settings_of_a_folder_that_cannot_be_read(model: str, tmp_path: Path, text: str) -> None:
+    given = config(model, tmp_path)
+    check_same(given, 1)
+    file = given.run.folder / "service" / "settings.json"
+    file.write_text(text)
+    (file.parent / LOG_FILE).write_text("{}\n")
+    with pytest.raises(ConfigError) as caught:
+        check_same(given, 1)
+    assert caught.value.headline.startswith(f"{file}: ") and "run.name" in caught.value.remedy
+
+
+def test_remedies_for_other_settings_can_be_written(model: str, tmp_path: Path) -> None:
+    check_same(config(model, tmp_path), 1)
+    (config(model, tmp_path).run.folder / "service" / LOG_FILE).write_text("{}\n")
+    found: dict[str, str] = {}
+    for given, num_ranks in ((config(model, tmp_path), 2), (config(model, tmp_path, rank=4), 1)):
+        with pytest.raises(ConfigError) as caught:
+            check_same(given, num_ranks)
+        found[caught.value.key] = caught.value.remedy.partition(",")[0]
+    assert found == {"nproc": "write --nproc 1", "engine.lora.rank": "write engine.lora.rank=8"}
+
+
+@pytest.mark.parametrize("option", ["--port=65536", "--port=-1", "--nproc=0", "--max-restarts=-1"])
+def test_numbers_out_of_range_are_no_options(tmp_path: Path, option: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path / "none.yaml"), option])
+    assert caught.value.code == 2
 
 
 def test_other_networks_need_a_key(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
