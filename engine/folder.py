@@ -24,16 +24,16 @@ class Inside(NamedTuple):
     """The language model's place in folders of a model_type."""
 
     family: str  # the language model's model_type
-    prefix: str = "model."  # of its tensors but the output layer, in place of this
+    prefix: str = "model."  # replaces `model.` in the names of all its tensors but the output layer's
     others: tuple[str, ...] = ()  # prefixes of other tensors
     head: str = "lm_head."  # of the output layer
-    has_stacks: bool = False  # a tensor of all experts of a layer is its own, and is not split into each expert's
+    has_stacks: bool = False  # stacked tensors of experts are kept, not split by expert
     modules: str = "model."  # of the modules of transformers' class, whose names adapters have
 
 
 VISION, PREDICTOR, LANGUAGE = "model.visual.", "mtp.", "model.language_model."  # PREDICTOR: a layer that predicts further tokens
 GEMMAS_VISION = ("vision_tower.", "multi_modal_projector.")
-INSIDE: dict[str, tuple[Inside, ...]] = {  # of a model_type with several the folder's tensors tell which; else it is the first
+INSIDE: dict[str, tuple[Inside, ...]] = {  # by model_type; of several the folder's tensors choose, or the first
     "qwen3_5_text": (Inside("qwen3_5_text", others=(PREDICTOR,)),),
     "qwen3_5_moe_text": (Inside("qwen3_5_moe_text", others=(PREDICTOR,)),),
     "qwen3_next": (Inside("qwen3_next", others=(PREDICTOR,)),),
@@ -55,7 +55,7 @@ VISION_LANGUAGE = tuple(name for name, (first, *_) in INSIDE.items() if first.ot
 FLAT = "qwen2_5_vl"  # published with the text_config's fields beside vision_config
 ROPES, OF_IMAGES = ("rope_parameters", "rope_scaling"), ("mrope_section", "mrope_interleaved")
 OF_ALL_MODELS = ("quantization_config", "compression_config", "tie_word_embeddings")  # beside text_config, and of it
-GENERATES = ("ForConditionalGeneration", "ForCausalLM")  # how names of classes end, and of the language model's
+GENERATES = ("ForConditionalGeneration", "ForCausalLM")  # how names of classes end whose language model may be taken
 FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")  # of all experts: [experts, rows, columns]
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of their rows
 
@@ -102,10 +102,12 @@ def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     model_type = fields.get("model_type")
     if model_type not in VISION_LANGUAGE:
         return dict(fields)
-    text = fields.get("text_config") or {name: value for name, value in fields.items() if name != "vision_config"}
+    given = fields.get("text_config") or fields
+    text = {name: value for name, value in given.items() if name not in ("vision_config", "architectures")}
     shared = {name: fields[name] for name in OF_ALL_MODELS if name in fields}
-    if "architectures" in fields:
-        shared["architectures"] = [name.replace(*GENERATES) for name in fields["architectures"]]
+    classes = fields.get("architectures") or ()
+    if classes and not any(str(name).endswith(GENERATES) for name in classes):
+        shared["architectures"] = classes
     ropes = {name: _of_text(text[name]) for name in ROPES if isinstance(text.get(name), dict)}
     return {**text, **shared, **ropes, "model_type": INSIDE[model_type][0].family}
 
@@ -122,7 +124,7 @@ def written_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_own_fields(folder: Path) -> dict[str, Any]:
-    """Those of its config.json."""
+    """`own_fields` of the folder's config.json."""
     return own_fields(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 

@@ -134,9 +134,13 @@ def read_folder_manifest(path: str | Path) -> Manifest:
 
 
 def without_predictors(manifest: Manifest, num_layers: int) -> Manifest:
-    """Without layers beyond the model's `num_layers`, which predict further tokens (multi-token prediction)."""
-    layers = ((spec, re.match(r"model\.layers\.(\d+)\.", spec.name)) for spec in manifest.tensors)
-    return Manifest(tuple(spec for spec, layer in layers if layer is None or int(layer[1]) < num_layers))
+    """Without layers that predict further tokens (multi-token prediction): `mtp.*`, or beyond the model's `num_layers`."""
+
+    def predicts(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)
+
+    return Manifest(tuple(spec for spec in manifest.tensors if not predicts(spec.name)))
 
 
 def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bool) -> list[str]:

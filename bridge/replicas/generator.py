@@ -257,7 +257,7 @@ class Generator:
                     await self._engine.resume_generation()
 
     async def _core_requests(self, named: Mapping[str, RunningSample]) -> list[Any]:
-        """vLLM's own, by prompt: what lies side by side is of one."""
+        """vLLM's requests for these samples: adjacent samples of one prompt share one."""
         make = partial(
             vllm_requests.core_requests,
             self._engine,

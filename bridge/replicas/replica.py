@@ -145,25 +145,25 @@ class Replica:
         `num_calls`: how many calls of `generate`, `score` and `trace` come before; they may still be on their way. `number`: of
         this pause, or sleep. `slot`: the one that changes, see Generator.
         """
-        self._slot = slot
         if self._state is ReplicaState.ASLEEP:
             self._require_not_aborted(number)
             await self._wake([api.WEIGHTS])
             self._require_not_aborted(number)  # the sync may have ended meanwhile
+            self._slot = slot
             self._advance(Event.PAUSE)
             return
-        await self._stop(Event.PAUSE, num_calls, number)
+        await self._stop(Event.PAUSE, num_calls, number, slot)
 
     async def sleep(self, num_calls: int, number: int, *, keep_weights: bool) -> None:
         """As pause, then give the devices' memory up until resume; weights that are not kept come with the next sync."""
-        await self._stop(Event.SLEEP, num_calls, number)
+        await self._stop(Event.SLEEP, num_calls, number, self._slot)
         if not keep_weights:
             self._versions.clear()
         await self._engine.reset_prefix_cache()
         await api.sleep(self._engine, keep_weights=keep_weights)
         self._given_up = [api.WEIGHTS, api.CACHES]
 
-    async def _stop(self, event: Event, num_calls: int, number: int) -> None:
+    async def _stop(self, event: Event, num_calls: int, number: int, slot: int) -> None:
         while self._num_calls < num_calls:  # they are on their way here
             await asyncio.sleep(1e-3)
         await self._generator.acquire_for_sync()
@@ -172,6 +172,7 @@ class Replica:
         try:
             self._require_service()
             self._require_not_aborted(number)
+            self._slot = slot
             self._advance(event)
             if before is not ReplicaState.STALE:
                 await self._generator.pause(self._slot, drain=event is Event.SLEEP)

@@ -77,8 +77,8 @@ class Publisher:
     def publish(self, version: int, verify: Verify | None = None, slot: int = 0) -> SyncReport:
         """Bring every replica to this rank's weights, as `version`.
 
-        `verify`: overrides SyncConfig.verify for this sync; the same on every rank. `slot`: of several adapters the one that
-        goes; the others are served as before.
+        `verify`: overrides SyncConfig.verify for this sync; the same on every rank. `slot`: the slot of the adapter to
+        replace; the other slots stay served.
 
         Raises:
             ValueError: no such way to verify.

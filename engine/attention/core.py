@@ -82,7 +82,7 @@ class CoreAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
         assert isinstance(packed_seq_params, PackedSequences)
-        if query.is_cuda and query.dtype is not torch.float32 and self.softmax_offset is None:  # flash attention's have 16 bits
+        if query.is_cuda and query.dtype is not torch.float32 and self.softmax_offset is None:  # no sinks, 16 bits
             return flash.attend(query, key, value, packed_seq_params, self.scale, self.window).flatten(1)
         return self._grouped(query, key, value, packed_seq_params).flatten(1)
 

@@ -31,8 +31,13 @@ def is_enabled() -> bool:
 
 
 def version() -> str:
-    """That is installed; empty: none."""
-    return metadata.version("fla-core") if find_spec("fla") else ""
+    """Version of the installed flash-linear-attention, or an empty string."""
+    if not find_spec("fla"):
+        return ""
+    try:
+        return metadata.version("fla-core")
+    except metadata.PackageNotFoundError:  # installed in another way
+        return "of unknown version"
 
 
 def attend(

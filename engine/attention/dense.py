@@ -21,7 +21,7 @@ def attend(
 ) -> torch.Tensor:
     """All of [batch, heads, tokens, dim], keys and values may have fewer heads. `mask`: bool [tokens, keys]; without, causal.
 
-    `sinks` [heads]: of one more key with a value of zeros, the logit that all queries have; then all scores are in memory.
+    `sinks` [heads]: the logit of an additional key whose value is zero. With them all scores are held in memory.
 
     On GPUs keys and values get as many heads as queries have: torch's memory-efficient kernel takes no fewer
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and what stands in for it holds the scores of all heads,

@@ -60,14 +60,24 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
     fields = read_fields(folder)
     factors, metadata = read_header(folder / WEIGHTS_FILE)
     _check_base(folder, fields, metadata.get("base_fingerprint"), model_path)
-    pairs = _pairs(folder, fields, factors)
-    _check_ranks(folder, fields["r"], pairs)
+    pairs = _ranked_pairs(folder, fields, factors)
     for linear, pair in pairs.items():
         target = target_of(linear)
         if target not in lora.targets:
             key, given = pair["A"].key, ", ".join(lora.targets)
             raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {given}")
     _check_scale(folder, fields, lora, _needed_rank(folder, fields, pairs))
+    _check_on(folder, fields, pairs, model_path)
+
+
+def check_factors(folder: Path, model_path: Path) -> None:
+    """ValueError where the adapter's tensors are not whole, of its rank and for the linears of the model in `model_path`."""
+    fields = read_fields(folder)
+    pairs = _ranked_pairs(folder, fields, read_header(folder / WEIGHTS_FILE)[0])
+    _check_on(folder, fields, pairs, model_path)
+
+
+def _check_on(folder: Path, fields: dict[str, Any], pairs: Pairs, model_path: Path) -> None:
     known = base_shapes(model_path) if weight_files(model_path) else {}  # a plan needs none
     if known:
         _check_shapes(folder, fields["r"], pairs, known, model_path)
@@ -129,6 +139,12 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
     header.pop("__metadata__", None)
     offsets = {key: [8 + length + offset for offset in each["data_offsets"]] for key, each in header.items()}
     return [Entry(key, each["dtype"], each["shape"], *offsets[key]) for key, each in header.items()], metadata
+
+
+def _ranked_pairs(folder: Path, fields: dict[str, Any], factors: list[Entry]) -> Pairs:
+    pairs = _pairs(folder, fields, factors)
+    _check_ranks(folder, fields["r"], pairs)
+    return pairs
 
 
 def _pairs(folder: Path, fields: dict[str, Any], factors: list[Entry]) -> Pairs:

@@ -115,26 +115,24 @@ def halves(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
 
 
 def publish_second_stage(store: str, folders: list[Path], results: multiprocessing.Queue) -> None:
-    """Rank 1 of the trainer, in a process of its own: sends stage 1; its last sync fails in the source."""
+    """Rank 1 of the trainer, in a process of its own: sends stage 1, twice; its last sync fails in the source each time."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2, timeout=STORE_TIMEOUT)
-    source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
-    publisher = Publisher(source, None, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
-    for version, folder in enumerate([folders[0], folders[2], folders[1]]):
-        source.tensors = halves(folder)[1]
-        source.fail_at = "model.layers.2.mlp.up_proj.weight" if version == 2 else ""
-        try:
-            report = publisher.publish(version)
-            results.put((report.num_bytes, report.num_buckets, {span.name for span in report.stages}))
-        except SyncError as error:
-            results.put(str(error))
+    for _ in range(2):
+        source = DictSource(halves(folders[0])[1], stage=1, num_stages=2)
+        publisher = Publisher(source, None, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
+        for version, folder in enumerate([folders[0], folders[2], folders[1]]):
+            source.tensors = halves(folder)[1]
+            source.fail_at = "model.layers.2.mlp.up_proj.weight" if version == 2 else ""
+            try:
+                report = publisher.publish(version)
+                results.put((report.num_bytes, report.num_buckets, {span.name for span in report.stages}))
+            except SyncError as error:
+                results.put(str(error))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["one host", "two hosts"])
-def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders, tmp_path, monkeypatch, is_elsewhere) -> None:
-    """On two hosts each worker is the first to get one stage's buckets, and takes both stages in turns."""
-    if is_elsewhere:
-        monkeypatch.setattr(split_pool, "reader_hosts", lambda: ELSEWHERE)
+def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders, tmp_path, monkeypatch) -> None:
+    """On one host and on two, where each worker is the first to get one stage's buckets, and takes both stages in turns."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     store = str(tmp_path / "store")
@@ -142,19 +140,22 @@ def test_two_ranks_send_a_stage_each_and_fail_together(split_pool, split_folders
     other.start()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2, timeout=STORE_TIMEOUT)
     try:
-        source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
-        publisher = Publisher(source, split_pool, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
-        for version, folder in enumerate([split_folders[0], split_folders[2]]):
-            source.tensors = halves(folder)[0]
-            report = publisher.publish(version)
-            assert differing(split_pool.read_back(), load(folder)) == []
-            num_bytes, num_buckets, spans = results.get(timeout=60)
-            assert (num_bytes, num_buckets) == (report.num_bytes, report.num_buckets)
-            assert {"gather", "pack", "wait"} <= spans
-        with pytest.raises(SyncError, match="stage 1: the weight source failed: RuntimeError: out of trainer") as caught:
-            publisher.publish(2)
-        assert results.get(timeout=60) == str(caught.value)
-        assert (caught.value.failed_replicas, caught.value.stale_replicas) == ((), (0,))
+        for is_elsewhere in (False, True):
+            if is_elsewhere:
+                monkeypatch.setattr(split_pool, "reader_hosts", lambda: ELSEWHERE)
+            source = DictSource(halves(split_folders[0])[0], stage=0, num_stages=2)
+            publisher = Publisher(source, split_pool, SyncConfig(transport="nccl", bucket_bytes=50_000, verify="readback"))
+            for version, folder in enumerate([split_folders[0], split_folders[2]]):
+                source.tensors = halves(folder)[0]
+                report = publisher.publish(version)
+                assert differing(split_pool.read_back(), load(folder)) == []
+                num_bytes, num_buckets, spans = results.get(timeout=60)
+                assert (num_bytes, num_buckets) == (report.num_bytes, report.num_buckets)
+                assert {"gather", "pack", "wait"} <= spans
+            with pytest.raises(SyncError, match="stage 1: the weight source failed: RuntimeError: out of trainer") as caught:
+                publisher.publish(2)
+            assert results.get(timeout=60) == str(caught.value)
+            assert (caught.value.failed_replicas, caught.value.stale_replicas) == ((), (0,))
     finally:
         dist.destroy_process_group()
         other.join(30)
@@ -186,3 +187,19 @@ def test_a_killed_actor_leaves_neither_process_nor_shared_memory(split_pool) -> 
     assert psutil.wait_procs(family, timeout=20)[1] == []
     split_pool.close()
     assert not [path for path in [*memory, *sockets] if Path(path).exists()]
+
+
+@pytest.mark.long
+def test_a_worker_whose_rows_of_the_head_are_all_padding(cluster, tmp_path) -> None:
+    """vLLM pads 30 tokens to 64, so that the second of two workers has none; its head is packed again, or scoring hangs."""
+    folders = write_seeds(tmp_path, "qwen2", tied=False, vocab_size=30)
+    pool = start(folders[0], kind=SpawnedPool, tensor_parallel=2)
+    source = DictSource(load(folders[1]))
+    publisher = Publisher(source, pool, SyncConfig(verify="readback"))
+    publisher.publish(1)
+    assert differing(pool.read_back(), source.tensors) == []
+    ids = (5, 6, 7, 8, 9, 29, 3)
+    (scores,) = pool.score_all([ids])
+    torch.testing.assert_close(torch.tensor(scores), reference_scores(folders[1], ids), atol=1e-4, rtol=0)
+    publisher.close()
+    pool.close()

@@ -247,8 +247,8 @@ async def wake(engine: Any, kinds: list[str]) -> None:
 
 async def finish_update(engine: Any, version: int, *, adapter: bool, recompute: bool) -> bool:
     """End a weight update, stamp what is generated from now on (0.26 has no stamps) and forget cached prefixes, which were
-    computed with other weights; whether that was possible: not where requests are held, unless theirs are to be computed
-    anew (`recompute`). vLLM knows nothing of an update that brought an adapter.
+    computed with other weights; whether that was possible: not where requests are held, unless theirs are
+    recomputed (`recompute`). vLLM is not notified of adapter updates.
 
     The core takes requests in this order (v1/engine/core.py:926), so that none waits for the answer to an earlier one.
     """

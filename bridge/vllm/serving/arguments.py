@@ -104,6 +104,11 @@ def refusal(name: str, value: Any) -> str | None:
         return f"{OWN_KEYS[name]} sets it"
     if name in REFUSED:
         return REFUSED[name]
+    return wrong_kind(name, value)
+
+
+def wrong_kind(name: str, value: Any) -> str | None:
+    """Why vLLM itself would not take this value of this field; None where it may, or where there is no vLLM to ask."""
     known = fields()
     if known and name not in known:
         return "no field of vLLM's EngineArgs"

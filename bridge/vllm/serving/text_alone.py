@@ -35,7 +35,7 @@ CLASSES = {  # of vLLM's for text, by the text_config's model_type
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
 NEED_TORCHVISION = ("qwen3_5",)  # their modules; folders of text need these classes, too
-WITHIN = "TextOf"  # how the others' names begin here
+WITHIN = "TextOf"  # prefix of the names of our subclasses
 LANGUAGE_MODEL = {  # prefixes of its tensors, in the layouts that transformers writes
     **dict.fromkeys(("model.language_model.", "language_model.model."), "model."),
     "language_model.lm_head.": "lm_head.",
@@ -68,7 +68,7 @@ def _text_config(config: Any, head_dtype: str) -> Any:
     Positions of images are left out: those of text are the same in each of their sections.
     """
     text = config.get_text_config()
-    if text is config or text.model_type not in CLASSES:  # those of judges may be any that vLLM serves
+    if text is config or text.model_type not in CLASSES:  # a judge may be any model that vLLM serves
         return config
     text.architectures = [_name(*CLASSES[text.model_type])]
     text.tie_word_embeddings = config.tie_word_embeddings

@@ -173,7 +173,7 @@ def _used(factor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _renames(mapper: Any) -> Any:
-    """The mapper without what fuses linears, which the manager does itself; named otherwise in 0.26."""
+    """The mapper without its rules that fuse linears: the manager fuses them. The method has another name in 0.26."""
     return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
 

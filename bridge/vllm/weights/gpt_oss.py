@@ -33,7 +33,7 @@ def is_quantised(model_path: str) -> bool:
 
 
 def without_quantisation(hf_config: Any, fields: Mapping[str, Any]) -> Any:
-    """EngineArgs.hf_overrides for such a folder, with other `fields`. The loader asks whether the field is there."""
+    """EngineArgs.hf_overrides for such a folder, with other `fields`; vLLM's loader tests whether quantization_config exists."""
     hf_config.update(fields)
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
@@ -150,9 +150,9 @@ def is_model(model: torch.nn.Module) -> bool:
 
 
 def by_expert(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stacks of experts, one expert at a time: only then does the loader go by vLLM's weight loaders, which a reload counts.
+    """Yield one expert of a stack at a time: only in that form does the loader call vLLM's weight loaders, which a reload counts.
 
-    Tensors of all experts it copies into parameters itself (:1202-1240), which are meta tensors while a layer is reloaded.
+    It copies tensors of all experts into parameters itself (:1202-1240), which are meta tensors while a layer is reloaded.
     """
     for name, tensor in weights:
         prefix, marker, last = name.partition(".mlp.experts.")

@@ -52,7 +52,7 @@ class _Stack(torch.nn.Module):
         weight.is_stack = True
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        del keep_vars  # mbridge writes through it, and wants the number of an expert at the end
+        del keep_vars  # mbridge writes through it, and expects names that end in an expert number
         destination[f"{prefix}weight0"] = self.weight.detach()
 
 
@@ -157,7 +157,7 @@ class GptOssBridge(LLMBridge):  # type: ignore[misc]
         return self._weight_name_mapping_mcore_to_hf(name), [self._by_expert(weight, self.config.num_moe_experts)]
 
     def _weight_to_mcore_format(self, name: str, weights: list[torch.Tensor]) -> torch.Tensor:
-        """Of a stack this expert-parallel rank's experts."""
+        """For a stack: this expert-parallel rank's experts alone."""
         if not _is_stack(name):
             return super()._weight_to_mcore_format(name, weights)  # type: ignore[no-any-return]
         count = self.config.num_moe_experts // self.mpu.ep_size

@@ -96,7 +96,7 @@ def test_biases_of_routers_are_float32_in_folders_of_any_dtype() -> None:
 
 
 def test_predictors_of_further_tokens_are_left_out() -> None:
-    names = "model.layers.1.a", "model.layers.2.eh_proj.weight", "model.layers.12.b", "model.norm.weight"
+    names = "model.layers.1.a", "model.layers.2.eh_proj.weight", "model.layers.12.b", "model.norm.weight", "mtp.fc.weight"
     manifest = Manifest(tuple(TensorSpec(name, "float32", (1,)) for name in names))
     assert [spec.name for spec in without_predictors(manifest, 2).tensors] == [names[0], names[3]]
 

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -55,6 +57,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_a_replica_that_is_killed_while_it_starts_is_tried_again_and_a_lost_raylet_ends_the_wait(tmp_path: Path) -> None:
     command, folder = [sys.executable, "-c", PROGRAM], os.environ | {"FOLDER": str(tmp_path)}
     done = subprocess.run(command, env=folder, capture_output=True, text=True, timeout=300, check=False)

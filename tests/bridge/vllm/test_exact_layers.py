@@ -15,7 +15,11 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.vllm_on_cpu
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen2", False), ("mistral", False)])
+FAMILIES = [("qwen3", True), ("qwen2", False)]
+FAMILIES += [pytest.param(family, False, marks=pytest.mark.long) for family in ("llama", "mistral")]
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_no_token_differs_in_any_schedule(family: str, tied: bool, tmp_path: Path) -> None:
     more = {"sliding_window": None} if family == "mistral" else {}
     path = write_tiny_model(tmp_path, family, tied, num_hidden_layers=2, max_position_embeddings=1024, **more)

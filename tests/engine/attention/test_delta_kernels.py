@@ -32,6 +32,12 @@ def test_the_kernels_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -
     assert not delta_kernels.is_enabled()
 
 
+def test_a_gradient_that_is_not_a_number_is_found() -> None:
+    expected = [torch.ones(3), torch.ones(2)]
+    assert delta.difference([torch.ones(3), torch.ones(2) + 1e-4], expected) == ""
+    assert delta.difference([torch.ones(3), torch.tensor([1.0, torch.nan])], expected)
+
+
 @pytest.mark.gpu
 @on_gpu
 def test_the_kernels_are_chosen() -> None:
