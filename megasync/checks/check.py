@@ -2,12 +2,11 @@
 
 No torch in here.
 
-    python -m megasync.checks.check configs/grpo_fsdp.yaml engine.parallel.tensor=2 --num-ranks 8
+    data = check_config(config, world_size=8)      # ConfigError with all problems
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import NAME_BYTES, is_own
-from megasync.checks.data import ask_vllm, check_data, check_engine_arguments, check_episodes
+from megasync.checks.data import check_data, check_engine_arguments, check_episodes
 from megasync.checks.endpoint import check_endpoint
 from megasync.checks.judges import check_judges
 from megasync.checks.own_functions import check_own_functions
@@ -25,10 +24,8 @@ from megasync.checks.resume import check_resume
 from megasync.checks.settings import check_layout, check_settings
 from megasync.checks.sizes import check_cache_memory
 from megasync.checks.teacher import check_teacher
-from megasync.checks.unused import unused_keys
-from megasync.config.errors import ConfigError, ErrorCollector, main_errors, refuse, refuse_if, wrong
+from megasync.config.errors import ConfigError, ErrorCollector, refuse, refuse_if, wrong
 from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
-from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.config.shipped import how_to_install
 from megasync.data.load import RunData, load_data, read_files
@@ -48,14 +45,14 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     errors = ErrorCollector()
     checks: list[Callable[[], None]] = [
         lambda: check_settings(config, world_size),
-        lambda: _check_packages(config),
+        lambda: check_packages(config),
         lambda: _check_own_functions(config),
     ]
     if config.model.path:
         checks.append(lambda: check_layout(config, check_model_folder(config.model.path), world_size))
         checks.append(lambda: check_teacher(config))
     if config.algorithm.name == "grpo":
-        rollout = (_check_rewards, check_cache_memory, _check_episodes, check_engine_arguments, check_endpoint)
+        rollout = (_check_rewards, check_cache_memory, _check_episodes, check_engine_arguments)
         checks += [partial(check, config) for check in rollout]
     checks += [partial(check, config) for check in (check_data, check_resume, check_run_folder)]
     for check in checks:
@@ -64,6 +61,9 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     if errors.found and needs_data:
         with errors.collect():
             read_files(config)
+    if config.algorithm.name == "grpo" and not errors.found:  # a server that does not answer takes long to be given up
+        with errors.collect():
+            check_endpoint(config)
     errors.raise_all()
     if makes_folder:
         config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
     return data
 
 
-def _check_packages(config: Config) -> None:
+def check_packages(config: Config) -> None:
     """ConfigError for packages that keys need; not where there is no torch, as on a machine that only submits runs."""
     missing: list[ConfigError] = []
     if config.engine.kernels == "te" and not find_spec("transformer_engine"):
@@ -161,23 +161,3 @@ def _check_former_run(config: Config) -> None:
         if not resumes and has_results(folder) and folder.resolve() in Path(path).resolve().parents:
             message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"
             raise ConfigError(message, run_folder=str(folder), remedy="write run.name=NAME for another run")
-
-
-def main() -> None:
-    """Exit code 0 and one line where the config can run; else the error and 2."""
-    parser = argparse.ArgumentParser(prog="python -m megasync.checks.check", description=__doc__.splitlines()[0])
-    parser.add_argument("config", help="a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as engine.wrap=ddp")
-    parser.add_argument("--num-ranks", type=int, default=1, help="trainer ranks to be started (default: 1)")
-    arguments = parser.parse_intermixed_args()
-    with main_errors():
-        config = load_config(arguments.config, arguments.overrides)
-        check_config(config, arguments.num_ranks)
-        ask_vllm(config)
-    for note in unused_keys(config):
-        print(note)
-    print(f"{arguments.config}: can run on {arguments.num_ranks} ranks")
-
-
-if __name__ == "__main__":
-    main()

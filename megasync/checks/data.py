@@ -18,10 +18,12 @@ from megasync.checks.sizes import is_served_here
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse, refuse_if, wrong
 from megasync.config.load import save_config
+from megasync.config.replica_keys import ReplicaKeys
 from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.resolve import resolve_episode
 
 EPISODE_KEYS = [name for name in RolloutConfig.model_fields if name.startswith("episode_")]
+BESIDE = {"gpu_memory_utilization": "gpu_memory_utilization", "model": "path", "tensor_parallel_size": "tensor_parallel"}
 ASKED, REFUSED = "megasync.run.argument_check", 3
 SECONDS, SHOWN = 180.0, 600
 
@@ -81,6 +83,20 @@ def _argument_errors(config: Config) -> Iterator[ConfigError]:
             lines = {"remedy": f"leave {key} out, or write sync.canary_tolerance=0"}
         if reason:
             yield ConfigError(f"{key} = {value!r:.80}: {reason}", **lines)
+
+
+def beside_errors(key: str, own: ReplicaKeys) -> Iterator[ConfigError]:
+    """The same of replicas beside the policy's, which may have what vLLM has. `key`: of their section."""
+    for name, value in own.engine_arguments.items():
+        full = f"{key}.engine_arguments.{name}"
+        headline, remedy = f"{full} = {value!r:.80}", f"leave {full} out"
+        if name in BESIDE:
+            own_key = f"{key}.{BESIDE[name]}"
+            yield ConfigError(f"{headline}: {own_key} sets it", remedy=f"write {own_key} instead")
+        elif reason := arguments.wrong_kind(name, value):
+            near = "" if name in arguments.fields() else nearest_name(name, arguments.fields())
+            remedy = f"write {key}.engine_arguments.{near}, or {remedy}" if near else remedy
+            yield ConfigError(f"{headline}: {reason}", nearest=near, remedy=remedy)
 
 
 def check_episodes(config: Config) -> None:

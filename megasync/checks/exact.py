@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.attention.windows import window
 from engine.config import PLAIN_FAMILIES
-from megasync.config.errors import ConfigError, refuse, shown_value, wrong
+from megasync.config.errors import ConfigError, shown_value, wrong
 from megasync.config.schema import Config
 from megasync.models.folder import model_fields
 from megasync.models.model_shape import ModelShape
@@ -65,12 +65,8 @@ def deterministic_errors(config: Config) -> Iterator[ConfigError]:
         yield from excluded_values(config, "run.deterministic", allowed)
 
 
-def check_exact(config: Config, shape: ModelShape, *, on_gpus: bool) -> None:
-    """ConfigError for all that has no exact functions."""
-    refuse(exact_errors(config, shape, on_gpus=on_gpus))
-
-
 def exact_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
+    """For all that has no exact functions."""
     if not config.model.exact:
         return
     yield from excluded_values(config, "model.exact", (*EXACT, *(ON_GPUS if on_gpus else ON_CPUS)))

@@ -13,9 +13,12 @@ from pathlib import Path
 
 from jinja2 import meta
 
+from engine.rules import divisors
+from megasync.checks.data import beside_errors
 from megasync.config.errors import ConfigError, combined, nearest_name, refuse
 from megasync.config.judge_section import ENVIRONMENT, JudgeConfig
 from megasync.config.schema import Config
+from megasync.models.folder import check_weights, read_json_object
 from megasync.rewards.failures import shown
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.judges.judge import endpoint_settings, sampling_of
@@ -53,10 +56,31 @@ def _judge_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
         yield ConfigError(message, remedy=f"leave {key}.{name} out")
     if judge.path and not (Path(judge.path) / "config.json").is_file():
         yield ConfigError(f"{key}.path = {judge.path}: is no model folder", remedy="name a folder with config.json and weights")
+    elif judge.path:
+        yield from _folder_errors(key, judge)
     reads = meta.find_undeclared_variables(ENVIRONMENT.parse(judge.prompt + judge.system))
     if "response" not in reads:
         remedy = f"write {{{{ response }}}} into {key}.prompt where the response is to stand"
         yield ConfigError(f"{key}.prompt = {shown(judge.prompt)}: does not show the response", remedy=remedy)
+
+
+def _folder_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
+    """The weights are whole, and vLLM has the arguments and divides the heads. The family may be any that it serves."""
+    yield from beside_errors(key, judge)
+    folder = Path(judge.path)
+    try:
+        if not any(folder.glob("*.bin")):  # which vLLM reads, too
+            check_weights(folder)
+        fields = read_json_object(folder / "config.json")
+    except ConfigError as error:  # which speaks of model.path
+        yield error.about("model.path", f"{key}.path")
+        return
+    text = fields.get("text_config")
+    heads = (text if isinstance(text, dict) else fields).get("num_attention_heads")
+    if type(heads) is int and heads % judge.tensor_parallel:
+        message = f"{key}.tensor_parallel = {judge.tensor_parallel}: does not divide the model's {heads} attention heads"
+        good = [size for size in divisors(heads) if size <= judge.tensor_parallel]
+        yield ConfigError(message, choices=", ".join(map(str, divisors(heads))), remedy=f"write {key}.tensor_parallel={good[-1]}")
 
 
 def ask_judges(config: Config, inputs: Sequence[RewardInput]) -> list[str]:

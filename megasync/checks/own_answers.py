@@ -29,7 +29,7 @@ from megasync.rewards.resolve import JUDGE, REWARDS, weights
 
 MAX_ANSWERS = 64  # of each data set
 MAX_LISTED = 3
-MAX_PROCESSES = 2  # each imports what the rewards need
+MAX_PROCESSES = 2  # one for rewards of ours, which are fast: each process imports what they need
 SECONDS = 10.0  # for the answers of a data set: a function may ask a model
 IGNORE_TEXT = {"token_count"}  # rewards that do not depend on the text of a response
 
@@ -138,7 +138,8 @@ def as_sampled(prompts: Prompts, ids: IntArray, stop: Sequence[str]) -> IntArray
 
 async def _score(rollout: RolloutConfig, sets: Sequence[Sequence[RewardInput]]) -> list[list[Scored | None]]:
     """RewardError as the pool raises it. A reward that takes a list gets a group of the same response."""
-    rollout = rollout.model_copy(update={"reward_processes": min(rollout.reward_processes, MAX_PROCESSES)})
+    most = 1 if set(weights(rollout.reward)) <= set(REWARDS) else MAX_PROCESSES
+    rollout = rollout.model_copy(update={"reward_processes": min(rollout.reward_processes, most)})
     with RewardPool(rollout) as pool:
         size = rollout.group_size if pool.takes_groups else 1
         tasks = [[asyncio.ensure_future(pool.score_group([given] * size)) for given in inputs] for inputs in sets]

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 
 import psutil
 
@@ -17,7 +18,7 @@ from engine import rules
 from engine.config import DTYPE_BYTES, GPT_OSS, OLMO3
 from engine.model import stages
 from engine.peft.folder import check_peft_folder
-from megasync.config.errors import ConfigError, refuse, refuse_if, wrong
+from megasync.config.errors import ConfigError, refuse_if, wrong
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.scope import RAY_ADDRESS
@@ -95,10 +96,11 @@ def rule_errors(config: Config, found: rules.Problem | None) -> Iterator[ConfigE
         yield ConfigError(found.message, model=config.model.path, allowed=found.allowed, remedy=found.remedy)
 
 
-def size_error(config: Config, key: str, problem: str, good: list[int]) -> ConfigError:
-    """`good`: the sizes that would divide; the nearest below is the remedy."""
+def size_error(config: Config, key: str, problem: str, good: list[int], model: str | Path = "") -> ConfigError:
+    """`good`: the sizes that would divide; the nearest below is the remedy. `model`: its folder, if not the policy's."""
     size = max(choice for choice in good if choice <= attrgetter(key)(config))
-    return wrong(config, key, problem, model=config.model.path, choices=", ".join(map(str, good)), remedy=f"write {key}={size}")
+    lines = {"model": str(model or config.model.path), "choices": ", ".join(map(str, good))}
+    return wrong(config, key, problem, **lines, remedy=f"write {key}={size}")
 
 
 def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
@@ -178,11 +180,6 @@ def recompute_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]
         yield wrong(config, key, f"mlp_act is a part of {here}", choices=choices, remedy=f"leave mlp_act or {here} out")
 
 
-def check_served(config: Config, shape: ModelShape, *, on_gpus: bool) -> None:
-    """ConfigError where vLLM cannot serve a model of this shape here."""
-    refuse(served_errors(config, shape, on_gpus=on_gpus))
-
-
 def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
     """vLLM has attention of these sizes here, divides the heads over its workers, and has the positions."""
     path, rollout = config.model.path, config.rollout
@@ -198,23 +195,35 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
     if not has_cpu_attention:
         headline = f"{path}/config.json: head_dim = {head}: vLLM has no attention of this size on CPUs"
         yield ConfigError(headline, choices=", ".join(map(str, HEADS_ON_CPUS)), remedy=other_model)
-    # vLLM gives each worker whole heads, and whole KV heads or the same one as its neighbours
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    names = ("moe_intermediate_size", "shared_expert_intermediate_size", *DELTA_HEADS)
-    sizes = {name: getattr(shape, name) for name in names}
-    sizes |= {"intermediate_size": shape.intermediate_size} if shape.first_k_dense_replace else {}
-    good = [size for size in rules.divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
-    if shape.model_type == OLMO3:  # it normalises the keys of all workers together
-        good = rules.divisors(kv_heads)
-    good = [size for size in good if all(number % size == 0 for number in sizes.values())]
-    if rollout.tensor_parallel not in good:
-        problem = f"does not divide the model's {heads} attention heads and {kv_heads} KV heads"
-        problem += "".join(f" and {name} = {number}" for name, number in sizes.items() if number)
-        yield size_error(config, "rollout.tensor_parallel", problem, good)
+    if rollout.tensor_parallel not in even_workers(shape):
+        yield size_error(config, "rollout.tensor_parallel", uneven_problem(shape), even_workers(shape))
     positions = shape.max_position_embeddings
     if rollout.max_model_len is not None and 0 < positions < rollout.max_model_len:
         model, remedy = f"max_position_embeddings = {positions} in {path}", f"write rollout.max_model_len={positions} or less"
         yield wrong(config, "rollout.max_model_len", "more than the model has positions", model=model, remedy=remedy)
+
+
+def even_workers(shape: ModelShape) -> list[int]:
+    """The numbers of tensor-parallel workers that vLLM can divide a model among.
+
+    It gives each worker whole heads, and whole KV heads or the same one as its neighbours.
+    """
+    kv_heads, sizes = shape.num_key_value_heads, _worker_sizes(shape).values()
+    good = [size for size in rules.divisors(shape.num_attention_heads) if kv_heads % size == 0 or size % kv_heads == 0]
+    if shape.model_type == OLMO3:  # it normalises the keys of all workers together
+        good = rules.divisors(kv_heads)
+    return [size for size in good if all(number % size == 0 for number in sizes)]
+
+
+def uneven_problem(shape: ModelShape) -> str:
+    """Why a number that is not in `even_workers` is none."""
+    problem = f"does not divide the model's {shape.num_attention_heads} attention heads and {shape.num_key_value_heads} KV heads"
+    return problem + "".join(f" and {name} = {number}" for name, number in _worker_sizes(shape).items() if number)
+
+
+def _worker_sizes(shape: ModelShape) -> dict[str, int]:
+    names = (*shape.split_sizes, "shared_expert_intermediate_size", *DELTA_HEADS)
+    return {name: getattr(shape, name) for name in names}
 
 
 def _gpu_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
@@ -267,12 +276,8 @@ def length_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         yield wrong(config, "rollout.max_new_tokens", problem, model=model, remedy=remedy)
 
 
-def check_cache(config: Config, shape: ModelShape) -> None:
-    """ConfigError where one sequence does not fit into the KV cache."""
-    refuse(cache_errors(config, shape))
-
-
 def cache_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """One sequence fits into the KV cache."""
     rollout = config.rollout
     longest = rollout.max_model_len or shape.max_position_embeddings
     numbers = shape.num_cached_layers * shape.cached_numbers(rollout.tensor_parallel)

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from bridge.versions.file import there
 from engine.peft.folder import check_peft_folder
+from megasync.checks.data import beside_errors
 from megasync.checks.resume import first_step
+from megasync.checks.sizes import even_workers, size_error, uneven_problem
 from megasync.config.errors import ConfigError, nearest_name, refuse, some, wrong
 from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config
 from megasync.config.teacher_section import START, TeacherConfig
 from megasync.data.tokenizer import vocabulary_difference
-from megasync.models.folder import check_model_config, check_model_folder, model_fields, model_shape
+from megasync.models.folder import check_model_folder, model_fields, model_shape
 
 # of config.json, beside the sizes: without the first ones a model computes with their null
 COMPUTED = ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings")
@@ -42,6 +44,8 @@ def teacher_errors(config: Config) -> Iterator[ConfigError]:
         return
     for name in teacher.given_replica_keys if not teacher.is_served or teacher.endpoint else ():
         yield wrong(config, f"teacher.{name}", "no replicas of a teacher are started", remedy=f"leave teacher.{name} out")
+    if teacher.is_served and not teacher.endpoint:
+        yield from beside_errors("teacher", teacher)
     yield from _place_errors(config)
     yield from _source_errors(config)
     yield from _objective_errors(config)
@@ -60,8 +64,9 @@ def _place_errors(config: Config) -> Iterator[ConfigError]:
         problem = "the trainer has one teacher, and teacher.path names one for each source"
         yield wrong(config, "teacher.place", problem, choices="replicas", remedy="write teacher.place=replicas, or one folder")
     if name == "adapter_path" and not config.engine.lora.rank:
-        problem, remedy = "the policy has no adapters to switch", "merge it into a folder, and write teacher.path=FOLDER"
-        yield wrong(config, "teacher.adapter_path", problem, needs="engine.lora.rank above 0", remedy=f"{remedy} place=trainer")
+        remedy = "merge it into a folder, and write teacher.path=FOLDER teacher.place=trainer"
+        problem = "the policy has no adapters to switch"
+        yield wrong(config, "teacher.adapter_path", problem, needs="engine.lora.rank above 0", remedy=remedy)
 
 
 def _source_errors(config: Config) -> Iterator[ConfigError]:
@@ -107,7 +112,9 @@ def check_teacher(config: Config) -> None:
         try:
             check_peft_folder(teacher.adapter_path, config.engine.lora, config.model.path)
         except ValueError as error:
-            raise ConfigError(f"teacher.adapter_path = {teacher.adapter_path}: {error}") from error
+            problem = str(error).removeprefix("engine.lora.adapter_path: ")
+            remedy = "name an adapter of this base model, with the rank, alpha and targets of engine.lora"
+            raise ConfigError(f"teacher.adapter_path = {teacher.adapter_path}: {problem}", remedy=remedy) from error
     if teacher.version not in ("", START):
         _check_version(config)
     own = Path(config.model.path)
@@ -119,10 +126,9 @@ def check_teacher(config: Config) -> None:
 
 def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterator[ConfigError]:
     try:
-        shape = check_model_folder(folder) if config.teacher.is_in_trainer else check_model_config(folder)
+        shape = check_model_folder(folder)
     except ConfigError as error:  # which speaks of model.path
-        lines = {name: text.replace("model.path", key) for name, text in error.lines.items()}
-        yield ConfigError(error.headline.replace("model.path", key), **lines)
+        yield error.about("model.path", key)
         return
     if difference := vocabulary_difference(own, folder):
         remedy = "name a teacher with the policy's tokenizer: log-probs are compared token by token"
@@ -130,6 +136,8 @@ def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterato
             f"{key} = {folder}: its tokenizer is another one than that of model.path = {own}: {difference}", remedy=remedy
         )
     if not config.teacher.is_in_trainer:
+        if config.teacher.tensor_parallel not in even_workers(shape):
+            yield size_error(config, "teacher.tensor_parallel", uneven_problem(shape), even_workers(shape), folder)
         return
     fields, others = (model_fields(path) for path in (own, folder))
     shared = {name for name in fields.keys() & others.keys() if name not in NOT_COMPUTED}

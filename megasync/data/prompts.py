@@ -156,7 +156,9 @@ class Prompts:
             raise ConfigError(message, remedy="take tokenizer and model of one folder, or take the line out")
 
     def _prompt_ids(self, example: Example) -> tuple[int, ...]:
-        return tuple(self._prompts([example], self._texts([example]))[0])
+        ids = self._prompts([example], self._texts([example]))[0]
+        self._check_ids(example, ids, ())
+        return tuple(ids)
 
     def _texts(self, examples: Sequence[Example]) -> list[str]:
         """The text of each prompt."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class Difficulty:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         for name, value in (("visits", visits), ("rest_steps", rest_steps)):
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name} = {value!r}: a whole number of at least 1 is expected")
         self.seed, self.visits, self.rest_steps = seed, visits, rest_steps
         self.weights = weights or {"": 1.0}
@@ -125,6 +126,7 @@ class Difficulty:
 
 
 SAMPLERS: dict[str, Callable[..., Any]] = {"difficulty": Difficulty}
+ARGUMENTS = ("visits", "rest_steps")  # that a config gives them
 
 
 def make_sampler(data: DataConfig, examples: Sequence[Example], seed: int) -> PromptSampler:
@@ -143,6 +145,8 @@ def make_sampler(data: DataConfig, examples: Sequence[Example], seed: int) -> Pr
         if not isinstance(make, type):
             raise ConfigError(f"{headline}: is no class of {module.__file__}", remedy="name a class")
     arguments = data.sampler_arguments
+    if name in SAMPLERS:
+        _check_arguments(arguments)
     if name in SAMPLERS and data.train_sources:
         arguments = {"weights": {source: each.weight for source, each in data.train_sources.items()}, **arguments}
     try:
@@ -156,13 +160,22 @@ def make_sampler(data: DataConfig, examples: Sequence[Example], seed: int) -> Pr
     return sampler
 
 
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """ConfigError for an argument that our samplers do not have."""
+    for name in (each for each in arguments if each not in ARGUMENTS):
+        near, key = nearest_name(name, ARGUMENTS), f"data.sampler_arguments.{name}"
+        message = f"{key} = {arguments[name]!r}: there is no such argument"
+        remedy = f"write data.sampler_arguments.{near}" if near else "leave it out"
+        raise ConfigError(message, choices=", ".join(ARGUMENTS), nearest=near, remedy=remedy)
+
+
 class SampledOrder:
     """The examples of a run's prompts, by ordinal, as a sampler draws them: each once, when it is asked for first."""
 
     def __init__(self, data: DataConfig, examples: Sequence[Example], seed: int) -> None:
         self.name, self.batch_size, self.num_examples = data.sampler, data.batch_size, len(examples)
         self.sampler = make_sampler(data, examples, seed)
-        self._pass = iter(self.sampler)
+        self._pass = self._begin()
         self._drawn: dict[int, int] = {}  # by ordinal, until it is trained
         self._batch, self._in_batch = -1, set[int]()
 
@@ -178,11 +191,28 @@ class SampledOrder:
             self._drawn[ordinal] = self._draw()
         return self._drawn[ordinal]
 
+    def _begin(self) -> Iterator[int]:
+        with self._own("__iter__"):
+            return iter(self.sampler)
+
+    def _next(self) -> int | None:
+        with self._own("__iter__"):
+            return next(self._pass, None)
+
+    @contextmanager
+    def _own(self, method: str) -> Iterator[None]:
+        """ConfigError for any error of the sampler's own code."""
+        try:
+            yield
+        except Exception as error:
+            message = f"data.sampler = {self.name!r}: {method} raised {type(error).__name__}: {error}"
+            raise ConfigError(message, remedy="mend the class") from error
+
     def _draw(self) -> int:
-        drawn = next(self._pass, None)
+        drawn = self._next()
         if drawn is None:
-            self._pass, self._in_batch = iter(self.sampler), set()
-            drawn = next(self._pass, None)
+            self._pass, self._in_batch = self._begin(), set()
+            drawn = self._next()
         headline, remedy = f"data.sampler = {self.name!r}", f"give indices from 0 to {self.num_examples - 1}"
         if drawn is None:
             raise ConfigError(f"{headline}: a pass over the data gave no index", remedy=remedy)
@@ -202,13 +232,16 @@ class SampledOrder:
         """These prompts, by ordinal, are done with; `step` trains them, or has discarded them."""
         visits = [Visit(self._drawn.pop(ordinal), step, tuple(own)) for ordinal, own in sorted(rewards)]
         if (look := getattr(self.sampler, "observe", None)) is not None:
-            look(visits)
+            with self._own("observe"):
+                look(visits)
 
     def state(self) -> str:
         """The sampler's, and the prompts that are drawn and not done with."""
         own = {"name": self.name, "num_examples": self.num_examples, "drawn": [*self._drawn.items()]}
+        with self._own("state_dict"):
+            state = self.sampler.state_dict()
         try:
-            return json.dumps({**own, "state": self.sampler.state_dict()})
+            return json.dumps({**own, "state": state})
         except (TypeError, ValueError) as error:
             message = f"data.sampler = {self.name!r}: its state is not what JSON has: {error}"
             raise ConfigError(message, remedy="return numbers, texts, lists and dicts from state_dict") from error
@@ -224,7 +257,7 @@ class SampledOrder:
         except Exception as error:
             message = f"data.sampler = {self.name!r}: cannot load its state: {type(error).__name__}: {error}"
             raise ConfigError(message, remedy="mend load_state_dict, or write checkpoint.resume=never") from error
-        self._pass, self._drawn = iter(self.sampler), dict(saved["drawn"])
+        self._pass, self._drawn = self._begin(), dict(saved["drawn"])
         return ""
 
 

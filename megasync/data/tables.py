@@ -65,8 +65,10 @@ def media_columns(path: Path, split: str, split_key: str) -> list[str]:
     if file.suffix not in (".parquet", ".arrow"):
         _, row = next(read_rows(path, split, split_key), ("", {}))
         return [name for name, value in row.items() if name in MEDIA and value]
-    with _reading(file), _opened(file) as (schema, _):
-        return [field.name for field in schema if field.name in MEDIA or holds_bytes(field.type)]
+    with _reading(file), _opened(file) as (schema, batches):
+        names = [field.name for field in schema if field.name in MEDIA or holds_bytes(field.type)]
+        batch = next(batches(names), None) if names else None
+        return [name for name in names if batch is not None and batch[name].null_count < len(batch)]
 
 
 # ------------------------------------------------------------------------------------------------------------- text
@@ -102,15 +104,20 @@ def _loaded(place: str, raw: bytes, remedy: str) -> Any:
         message = f"{place}: not JSON: {error.msg} at column {error.colno}"
         raise ConfigError(message, line=_cut(raw), remedy=remedy) from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a list in a list in a list ...
-        remedy = "write it as one text, or take the line out"
+        change = "take one of them out" if isinstance(error, _TwiceError) else "write it as one text"
+        remedy = f"{change}, or take the line out"
         raise ConfigError(f"{place}: cannot be read: {error}", line=_cut(raw), remedy=remedy) from error
+
+
+class _TwiceError(ValueError):
+    """An object has a key twice."""
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise _TwiceError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
     return made
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from bridge import detokenizer
 from megasync.config.errors import ConfigError, refuse_if
-from megasync.models.folder import DOWNLOAD_REMEDY, read_json_object
+from megasync.models.folder import read_json_object
+from megasync.models.tensors import DOWNLOAD
 
 GENERATION = "generation_config.json"
 
@@ -31,12 +32,12 @@ def load_tokenizer(folder: Path) -> tuple[Any, list[str]]:
     path = folder / "tokenizer_config.json"
     length = read_json_object(path).get("model_max_length") if path.is_file() else None
     message = f"{path}: model_max_length = {length!r}: a number of tokens of at least 1 is expected"
-    refuse_if(length is not None and not (type(length) in (int, float) and length >= 1), message, remedy=DOWNLOAD_REMEDY)
+    refuse_if(length is not None and not (type(length) in (int, float) and length >= 1), message, remedy=DOWNLOAD)
     try:
         tokenizer, off = detokenizer.load(folder)
     except Exception as error:  # the tokenizers package raises plain ones
         message = f"model.path = {folder}: its tokenizer cannot be read: {type(error).__name__}: {error}"
-        raise ConfigError(message, remedy=DOWNLOAD_REMEDY) from error
+        raise ConfigError(message, remedy=DOWNLOAD) from error
     return tokenizer, [f"model.path: the tokenizer's files ask for {each}; it is switched off" for each in off]
 
 
@@ -67,7 +68,7 @@ def generation_ends(folder: Path) -> list[int]:
     eos = read_json_object(path).get("eos_token_id") if path.is_file() else None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     message = f"{path}: eos_token_id = {eos!r}: a token's number, or a list of them, is expected"
-    refuse_if(any(type(one) is not int for one in ids), message, remedy=DOWNLOAD_REMEDY)
+    refuse_if(any(type(one) is not int for one in ids), message, remedy=DOWNLOAD)
     return ids
 
 

@@ -26,6 +26,7 @@ from engine.config import (
     GEMMA,
     GPT_OSS,
     LATENT_FAMILIES,
+    LIKE,
     MOE_FAMILIES,
     OLMO3,
     ROPE_BY_LAYER_TYPE,
@@ -49,11 +50,18 @@ WITH_BIAS = ("qwen2", "glm4_moe", "seed_oss", GPT_OSS)
 LITE = "glm4_moe_lite"
 DEEPSEEK = ("deepseek_v3", "kimi_k2")  # vLLM reads of their folders how routers score
 QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
+VLLM_ALONE: dict[str, tuple[str, ...]] = {  # fields that vLLM 0.32 reads of these families, and transformers does not
+    "layer_scale": DELTA_FAMILIES,
+    "llama_4_scaling": LATENT_FAMILIES,
+    "qk_norm": ("qwen2",),
+    "qkv_bias": DELTA_FAMILIES,
+}
 OLMO3_THETA = 500000  # transformers 5.19, Olmo3Config.default_theta
 OTHER_MODEL = "take a model without it"
 ONE_ROPE = "take out of config.json the one that the model was not trained with"
 CAUSAL = "where the weights are a language model's, write its family's class that ends with ForCausalLM"
 CONVERT = "convert its weights to bfloat16, and leave this out of config.json"
+TEXT_ALONE = "take it out of config.json, or take the whole folder of the vision-language model"
 WRITE_DENSE = "write first_k_dense_replace, the number of dense layers before those with experts, into config.json"
 WRITE_ROPES = f"write rope_parameters with rope_type and rope_theta for {FULL} and for {SLIDING} into config.json, in its place"
 BIASES = "if it was trained so, write topk_method noaux_tc and scoring_func sigmoid into config.json"
@@ -114,6 +122,7 @@ class Model:
             ropes = [rope.get(kind) or {} for kind in (FULL, SLIDING)] if given is not None else [rope, {}]
             if set(rope) - {FULL, SLIDING} if given is not None else any(isinstance(value, dict) for value in rope.values()):
                 ropes = []
+            ropes = ropes if all(isinstance(each, dict) for each in ropes) else []
         return [{"partial_rotary_factor": self.fields.get("partial_rotary_factor")} | each for each in ropes]
 
 
@@ -130,6 +139,13 @@ class Rule(NamedTuple):
 def is_whole(model: Model, name: str, least: int) -> bool:
     value = model.get(name, least)
     return type(value) is int and value >= least
+
+
+def has_other_class(model: Model) -> bool:
+    """Whether `architectures` is there and names others than the family's class, such as Qwen3_5ForCausalLM of qwen3_5_text."""
+    own, names = LIKE.get(model.family, model.family).removesuffix("_text").replace("_", ""), model.fields.get("architectures")
+    given = [str(name).replace("_", "").lower() for name in names or ("",)]
+    return "architectures" in model.fields and any(name != f"{own}forcausallm" for name in given)
 
 
 def is_list_of_types(model: Model) -> bool:
@@ -155,6 +171,13 @@ def has_other_groups(model: Model) -> bool:
     """Whether groups of experts are chosen by other than the best SCORED_EXPERTS of each."""
     chosen = model.get("topk_group")
     return model.get("n_group") != 1 and (not chosen or model.get("num_experts_per_tok") // chosen != SCORED_EXPERTS)
+
+
+def has_small_groups(model: Model) -> bool:
+    """Whether experts cannot be divided into `n_group` groups with as many as are scored of each."""
+    count: int = model.get("n_group")
+    experts = model.shape.num_experts
+    return count < 1 or experts % count != 0 or (count > 1 and experts // count < SCORED_EXPERTS)
 
 
 def has_other_theta(model: Model) -> bool:
@@ -185,8 +208,8 @@ def dense_layers(model: Model) -> int | None:
 
 ALL_LAYERS = "the engine has experts in all layers after the dense ones"
 RULES = (
-    Rule("architectures", lambda m: "architectures" in m.fields and not any(
-        str(name).endswith("ForCausalLM") for name in m.get("architectures") or ()), "no class that generates", remedy=CAUSAL),
+    Rule("architectures", has_other_class, "vLLM takes its class by it, and this is not the family's", remedy=CAUSAL),
+    Rule("vision_config", lambda m: m.get("vision_config"), "the family has no vision layers", remedy=TEXT_ALONE),
     Rule("num_attention_heads", lambda m: m.has_plain_heads and m.shape.num_attention_heads % m.shape.num_key_value_heads,
          "no multiple of num_key_value_heads"),
     Rule("hidden_size", lambda m: m.shape.hidden_size % m.shape.num_attention_heads
@@ -199,6 +222,10 @@ RULES = (
     Rule("hidden_act", lambda m: m.get("hidden_act", "silu") != "silu", "the engine has silu only"),
     Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in WITH_BIAS, "the engine has none"),
     Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
+    Rule("is_causal", lambda m: not m.get("is_causal", True), "the engine's attention is causal"),
+    *(Rule(name, lambda m, name=name: m.get(name), "only vLLM reads it", families)  # type: ignore[misc]
+      for name, families in VLLM_ALONE.items()),
+    Rule("logit_scale", lambda m: m.get("logit_scale", 1) != 1, "only vLLM reads it", ("llama", "mistral")),
     Rule("quantization_config", lambda m: m.get("quantization_config") and not is_mxfp4(m),
          "the engine reads no quantised weights", remedy=CONVERT),
     Rule("compression_config", lambda m: m.get("compression_config"), "the engine reads no quantised weights", remedy=CONVERT),
@@ -235,6 +262,7 @@ RULES = (
          "the engine has gelu_pytorch_tanh only", (GEMMA,)),
     *(Rule(name, lambda m, name=name: m.get(name), "the engine does not compute it", (GEMMA,))  # type: ignore[misc]
       for name in ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")),
+    Rule("query_pre_attn_scalar", lambda m: m.get("query_pre_attn_scalar", 1) < 1, "at least 1 is expected", (GEMMA,)),
     # mixtures of experts
     Rule("num_experts_per_tok", lambda m: m.get("num_experts_per_tok") == 1, "routers choose at least two", MOE_FAMILIES),
     Rule("mlp_only_layers", lambda m: m.get("mlp_only_layers"), ALL_LAYERS, MOE_FAMILIES),
@@ -246,7 +274,12 @@ RULES = (
     Rule("output_router_logits", lambda m: m.get("output_router_logits"), "write algorithm.load_balancing instead", MOE_FAMILIES),
     Rule("router_jitter_noise", lambda m: m.get("router_jitter_noise"), "the engine adds no noise", MOE_FAMILIES),
     Rule("tie_word_embeddings", lambda m: m.get("tie_word_embeddings"), "vLLM ignores it for this family", UNTIED),
-    Rule("norm_topk_prob", lambda m: not m.get("norm_topk_prob", True), "the engine normalises the weights", BIASED_ROUTERS),
+    Rule("norm_topk_prob", lambda m: not m.get("norm_topk_prob", True), "the engine normalises the weights",
+         (*BIASED_ROUTERS, "qwen3_5_moe_text")),
+    Rule("n_group", lambda m: not m.get("n_group"), "a whole number of at least 1 is expected", BIASED_ROUTERS),
+    Rule("n_group", has_small_groups, f"equal groups of at least {SCORED_EXPERTS} experts are expected", BIASED_ROUTERS),
+    Rule("topk_group", lambda m: not 1 <= (m.get("topk_group") or 0) <= m.get("n_group"),
+         "a whole number from 1 to n_group is expected", BIASED_ROUTERS),
     Rule("n_group", has_other_groups, f"num_experts_per_tok // topk_group = {SCORED_EXPERTS} is expected", BIASED_ROUTERS),
     Rule("n_shared_experts", lambda m: not m.get("n_shared_experts", 1), "the engine needs a shared expert", BIASED_ROUTERS),
     Rule("first_k_dense_replace", lambda m: (m.get("first_k_dense_replace") or 0) >= m.shape.num_hidden_layers,
@@ -259,6 +292,8 @@ RULES = (
     Rule("swiglu_alpha", lambda m: m.get("swiglu_alpha", 1.702) != 1.702, "vLLM has 1.702", (GPT_OSS,)),
     Rule("swiglu_limit", lambda m: m.get("swiglu_limit", 7.0) != 7.0, "vLLM has 7.0", (GPT_OSS,)),
     # gated delta nets
+    Rule("attn_output_gate", lambda m: not m.get("attn_output_gate", True), "the engine has attention with a gate only",
+         DELTA_FAMILIES),
     Rule("layer_types", lambda m: FULL not in m.layer_types, "the engine needs a layer with attention", DELTA_FAMILIES),
     Rule("full_attention_interval", lambda m: not is_whole(m, "full_attention_interval", 1),
          "a whole number of at least 1 is expected", DELTA_FAMILIES),

@@ -23,7 +23,6 @@ from megasync.models.features import unsupported
 from megasync.models.model_shape import ModelShape
 from megasync.models.tensors import DOWNLOAD, INDEX, check_tensors, read_index
 
-DOWNLOAD_REMEDY = DOWNLOAD
 CHOICES = (*FAMILIES, *VISION_LANGUAGE)  # of `model_type`
 LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
@@ -48,8 +47,13 @@ OTHER_TYPES: dict[str, tuple[tuple[type, ...], str]] = {  # of fields that a fam
     "rope_scaling": ((dict, type(None)), "an object"),
     "rope_type": ((str, type(None)), "a text"),
     "type": ((str, type(None)), "a text"),
+    "partial_rotary_factor": ((int, float), "a number"),
+    "original_max_position_embeddings": ((int, type(None)), "a whole number"),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), ((int, float, type(None)), "a number")),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), ((int, float, type(None)), "a number")),
 }
-MIN_VALUES = {"rms_norm_eps": 0, "max_position_embeddings": 1, "rope_theta": 1}
+OF_ROPES = ("partial_rotary_factor", "rope_type", "type")  # beside a family's own fields their types are not checked
+MIN_VALUES = {"rms_norm_eps": 0, "max_position_embeddings": 1, "original_max_position_embeddings": 1, "rope_theta": 1}
 REFUSED_FAMILIES = {  # mbridge knows them, and the engine would compute them wrongly
     **dict.fromkeys(("glm4v", "glm4v_moe", "internvl_chat"), "vision layers"),
     "qwen3_vl_moe": "experts whose tensors are transposed",
@@ -78,7 +82,9 @@ def check_model_config(folder: Path) -> ModelShape:
     check_links(folder)
     path = folder / "config.json"
     shape, fields = model_shape(folder), model_fields(folder)
-    _check_types(path, fields)
+    _check_types(path, shape.model_type, fields)
+    if (whole := read_json_object(path)) != fields:  # of a model with vision layers
+        _check_types(path, whole["model_type"], whole)
     if found := unsupported(shape, fields):
         raise ConfigError(f"{path}: {found.field} = {found.value!r}: {found.why}", remedy=found.remedy)
     if (quantised := folder / "hf_quant_config.json").is_file():
@@ -128,18 +134,20 @@ def _check_nested(path: Path, fields: dict[str, Any]) -> None:
     for name in ("vision_config",) if is_flat else ("text_config", "vision_config"):
         if not isinstance(fields.get(name), dict):
             message = f"{path}: {name} = {fields.get(name)!r}: an object is expected of a {fields['model_type']}"
-            raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+            raise ConfigError(message, remedy=DOWNLOAD)
     text = {} if is_flat else fields["text_config"]
     if text.get("model_type", family) != family:
         message = f"{path}: text_config.model_type = {text['model_type']!r}: {family} is expected"
-        raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+        raise ConfigError(message, remedy=DOWNLOAD)
     for name in ("sliding_window", "use_sliding_window") if family == "qwen3_vl_text" else ():
         if text.get(name):
             message = f"{path}: text_config.{name} = {text[name]!r}: only vLLM reads it for this family"
             raise ConfigError(message, remedy="take a model without it")
-    if tied in fields and text.get(tied, fields[tied]) != fields[tied]:
-        message = f"{path}: {tied} = {fields[tied]}: text_config has {text[tied]}"
-        raise ConfigError(message, remedy=f"write the one that the model was trained with into both: {DOWNLOAD_REMEDY}")
+    declared = declared_fields(model_type)
+    whole = fields.get(tied, declared[tied].default if tied in declared else text.get(tied))
+    if text.get(tied, whole) != whole:
+        message = f"{path}: {tied} = {whole}{'' if tied in fields else ' (the default)'}: text_config has {text[tied]}"
+        raise ConfigError(message, remedy=f"write the one that the model was trained with into both: {DOWNLOAD}")
 
 
 def _folder_remedy(folder: Path) -> str:
@@ -152,11 +160,11 @@ def _folder_remedy(folder: Path) -> str:
     return "name a folder in the Hugging Face format, with config.json, *.safetensors and a tokenizer"
 
 
-def read_json_object(path: Path, remedy: str = DOWNLOAD_REMEDY) -> dict[str, Any]:
+def read_json_object(path: Path, remedy: str = DOWNLOAD) -> dict[str, Any]:
     """ConfigError where the model's file holds anything else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}", remedy=remedy) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: holds no JSON object", remedy=remedy)
@@ -176,11 +184,11 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     sizes: dict[str, int] = {}
     for name, size in _given_sizes(family, fields).items():
         if type(size) is not int or size < 1:
-            raise ConfigError(f"{path}: {name} = {size!r}: a whole number of at least 1 is expected", remedy=DOWNLOAD_REMEDY)
+            raise ConfigError(f"{path}: {name} = {size!r}: a whole number of at least 1 is expected", remedy=DOWNLOAD)
         sizes[name] = size
     if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
         message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
-        raise ConfigError(message, remedy=DOWNLOAD_REMEDY)
+        raise ConfigError(message, remedy=DOWNLOAD)
     if family in DELTA_FAMILIES:
         sizes["num_delta_layers"] = layer_types(fields | sizes).count(DELTA)
     return ModelShape(model_type=family, **sizes)
@@ -206,13 +214,13 @@ def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {name: given.get(name) for name in ModelShape.__dataclass_fields__ if name not in unused}
 
 
-def _check_types(path: Path, fields: dict[str, Any]) -> None:
+def _check_types(path: Path, family: str, fields: dict[str, Any]) -> None:
     """ConfigError where transformers would refuse a field's value, on each rank and in vLLM."""
     ropes = [value for key in ("rope_parameters", "rope_scaling") if isinstance(value := fields.get(key), dict)]
     ropes += [value for each in ropes for value in each.values() if isinstance(value, dict)]  # by layer type
-    given = [item for item in fields.items() if item[0] not in ("rope_type", "type")]  # names of a rope's fields
+    given = [item for item in fields.items() if item[0] not in OF_ROPES]
     given += [item for each in ropes for item in each.items()]
-    declared = declared_fields(fields["model_type"])
+    declared = declared_fields(family)
     for name, value in given:
         expected = ""
         if name in declared and not declared[name].takes(value):
@@ -224,7 +232,7 @@ def _check_types(path: Path, fields: dict[str, Any]) -> None:
         elif name in ("dtype", "torch_dtype") and value is not None and str(value) not in ITEM_BYTES:
             expected = f"one of {', '.join(ITEM_BYTES)}"
         if expected:
-            raise ConfigError(f"{path}: {name} = {value!r}: {expected} is expected", remedy=f"correct it, or {DOWNLOAD_REMEDY}")
+            raise ConfigError(f"{path}: {name} = {value!r}: {expected} is expected", remedy=f"correct it, or {DOWNLOAD}")
 
 
 def check_weights(folder: Path) -> None:
@@ -234,7 +242,7 @@ def check_weights(folder: Path) -> None:
     missing = sorted(set(index.values()) - {file.name for file in files})
     if missing:
         message = f"{folder / INDEX}: names {len(missing)} files that are not in the folder"
-        raise ConfigError(message, missing=some(missing, 12), remedy=DOWNLOAD_REMEDY)
+        raise ConfigError(message, missing=some(missing, 12), remedy=DOWNLOAD)
     if not files:
         message = f"model.path = {folder}: the folder holds no *.safetensors file"
         raise ConfigError(message, holds=_holds(folder), remedy="convert the weights to safetensors")
@@ -256,7 +264,7 @@ def _check_places(folder: Path, index: dict[str, str], held: dict[str, set[str]]
 
     The engine reads each tensor where the index says, vLLM all of those files; transformers model.safetensors, if there is one.
     """
-    remedy = f"take weights and index of one download: {DOWNLOAD_REMEDY}"
+    remedy = f"take weights and index of one download: {DOWNLOAD}"
     if wrong := [name for name, file in index.items() if name not in held[file]]:
         first = wrong[0]
         where = next((file for file, names in held.items() if first in names), "no file")
@@ -288,7 +296,7 @@ def _tensor_names(path: Path) -> set[str]:
             return set(tensors.keys())
     except SafetensorError as error:
         message = f"{path}: cut off, or not a safetensors file: {error}"
-        raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD_REMEDY) from error
+        raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD) from error
 
 
 def _holds(folder: Path) -> str:

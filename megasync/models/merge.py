@@ -13,7 +13,7 @@ from typing import Any
 
 from bridge.layout.manifest import ALWAYS_FLOAT32, weight_files
 from engine.folder import key_of, places, read_inside
-from engine.peft.folder import WEIGHTS_FILE, adapted_linears, fingerprint, place_of, read_fields, scale_of
+from engine.peft.folder import WEIGHTS_FILE, adapted_linears, check_factors, fingerprint, place_of, read_fields, scale_of
 from megasync.config.errors import ConfigError, refuse_if
 
 Factors = tuple[Any, Any]  # A [rank, columns] and B [rows, rank]; of experts [experts * rank, columns] and [rows, rank * experts]
@@ -33,8 +33,12 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     from engine.model.families import mxfp4
     from engine.runtime.tensor_file import save_tensors
 
-    fields, factors, inside = read_fields(adapter), factors_of(adapter), read_inside(base)
     _check_base(adapter, base)
+    try:
+        check_factors(adapter, base)
+    except ValueError as error:
+        raise ConfigError(str(error), remedy="take another checkpoint with --step, or its base model") from error
+    fields, factors, inside = read_fields(adapter), factors_of(adapter), read_inside(base)
     rank, used, scale = fields["r"], set[str](), scale_of(fields)
     files, waiting = weight_files(base), dict[str, Any]()
     for number, file in enumerate(files, start=1):

@@ -88,6 +88,7 @@ class Shapes(NamedTuple):
 
 
 SHAPES = {
+    "100m": Shapes(768, 2048, 12, 12, 4, 32768, True),
     "135m": Shapes(576, 1536, 30, 9, 3, 49152, True),
     "3b": Shapes(2048, 11008, 36, 16, 2, 151936, True),
     "7b": Shapes(3584, 18944, 28, 28, 4, 152064, False),

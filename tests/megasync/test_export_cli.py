@@ -302,3 +302,23 @@ def test_an_adapter_that_cannot_be_merged_is_refused(run: Path, tmp_path: Path, 
     assert fingerprint(tmp_path / "moved") == before, "of the files that are the model's weights"
     assert "was trained on other weights" in complaint(capsys, own, "--to", tmp_path / "out", "--merge")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["rows", "half", "rank", "dtype", "layer"])
+def test_an_adapter_that_does_not_fit_its_base_is_refused_by_its_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """And leaves nothing."""
+    own = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    path = own / "checkpoints" / "step_00000003" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in sorted(tensors) if ".lora_B." in key)
+    tensor = tensors.pop(key)
+    changed = {"rows": tensor[:-1], "rank": tensor[:, :-1], "dtype": tensor.int(), "layer": tensor}
+    if damage in changed:
+        tensors[key.replace(".layers.0.", ".layers.9.") if damage == "layer" else key] = changed[damage].clone()
+    save_file(tensors, path)
+    linear = key.removeprefix("base_model.model.").partition(".lora_B")[0]
+    message = complaint(capsys, own, "--to", tmp_path / "out", "--merge")
+    assert linear.partition(".layers.0.")[2] in message and "remedy" in message
+    assert not (tmp_path / "out").exists()

@@ -16,7 +16,6 @@ import argparse
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -302,7 +301,3 @@ def main(arguments: Sequence[str]) -> int:
             source = export(given.run, target, given.step, adapter=given.adapter, merge=given.merge)
     print(f"{source} -> {given.to}: {_num_bytes(target) / 2**20:.1f} MiB")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

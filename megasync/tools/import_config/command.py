@@ -60,17 +60,24 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is neither YAML nor a text with overrides.
     """
-    text = path.read_text(encoding="utf-8")
+    remedy = "give a YAML file, or a text of key=value, in UTF-8"
     try:
+        text = path.read_text(encoding="utf-8-sig")
         content = yaml.load(text, Loader=_Loader)  # noqa: S506 # a SafeLoader
     except yaml.YAMLError:
         content = None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}", remedy=remedy) from error
     if isinstance(content, dict):
         nested = OmegaConf.create({str(name): value for name, value in content.items()})
     else:
-        pairs = [match.groups() for word in shlex.split(text, comments=True) if (match := OVERRIDE.fullmatch(word))]
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{path}: no text that a shell reads: {error}", remedy=remedy) from error
+        pairs = [match.groups() for word in words if (match := OVERRIDE.fullmatch(word))]
         if not pairs:
-            raise ConfigError(f"{path}: neither a YAML mapping nor overrides", remedy="give a YAML file, or a text of key=value")
+            raise ConfigError(f"{path}: neither a YAML mapping nor overrides", remedy=remedy)
         nested = OmegaConf.create({})
         for name, value in pairs:
             OmegaConf.update(nested, name, _value(value))
@@ -128,14 +135,10 @@ def convert(given: dict[str, Any], project: str) -> Carried:
 
 def written(carried: Carried, source: str) -> str:
     """The config as YAML, with the lines of `left_lines` as comments above it."""
-    nested: dict[str, Any] = {}
+    nested = OmegaConf.create({})
     for key, value in carried.keys.items():
-        *above, name = key.split(".")
-        into = nested
-        for part in above:
-            into = into.setdefault(part, {})
-        into[name] = value
-    body = yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
+        OmegaConf.update(nested, key, value)
+    body = yaml.safe_dump(OmegaConf.to_container(nested), sort_keys=False, allow_unicode=True)
     lines = [f"# From {source}.", *(f"# {line}" for line in left_lines(carried))]
     return "\n".join([*lines, body])
 

@@ -121,6 +121,7 @@ BAD: list[tuple[dict[str, object], list[str], int, str, str]] = [
     ({}, ["rollout.min_replicas=2"], 2, "rollout.min_replicas", "write rollout.min_replicas=1"),
     ({}, ["rollout.tensor_parallel=3"], 2, "rollout.tensor_parallel", "write rollout.tensor_parallel=2"),
     (OLMO3, ["rollout.tensor_parallel=4"], 2, "rollout.tensor_parallel", "write rollout.tensor_parallel=2"),
+    ({"intermediate_size": 258}, ["rollout.tensor_parallel=4"], 2, "rollout.tensor_parallel", "write rollout.tensor_parallel=2"),
     ({}, ["rollout.max_model_len=8", "rollout.max_new_tokens=8"], 2, "rollout.max_model_len", "rollout.max_model_len=264"),
     ({}, ["algorithm.num_minibatches=33"], 2, "algorithm.num_minibatches", "algorithm.num_minibatches=32"),
     ({}, ["algorithm.name=sft", "algorithm.num_minibatches=5"], 2, "algorithm.num_minibatches", "algorithm.num_minibatches=4"),
@@ -246,15 +247,6 @@ def test_a_path_that_no_file_has_is_refused_by_its_key(runnable: Path, key: str,
     assert message.startswith(f"{key} = ") and "no file has so long a name" in message and "255 bytes" in message
 
 
-def test_check_command(runnable: Path) -> None:
-    good = command("-m", "megasync.checks.check", str(runnable), "--num-ranks", "2", "engine.parallel.tensor=2")
-    assert (good.returncode, good.stderr) == (0, "")
-    bad = command("-m", "megasync.checks.check", str(runnable), "engine.wrap=fsdp2")
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("engine.wrap = 'fsdp2'")
-    assert "Traceback" not in bad.stderr
-
-
 def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, main_errors():
         raise ConfigError("run.steps = 0: out of range")
@@ -274,7 +266,7 @@ def test_main_errors(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", ["train.jsonl", "model/model.safetensors", "model/config.json"])
 def test_a_file_that_this_user_may_not_read_is_named(runnable: Path, name: str) -> None:
     (runnable.parent / name).chmod(0)
-    arguments = [sys.executable, "-m", "megasync.checks.check", str(runnable)]
+    arguments = [sys.executable, "-m", "megasync.train", "--check", str(runnable)]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=without_override)
     assert done.returncode == 2
     assert done.stderr.startswith(f"{runnable.parent / name}: Permission denied\n  remedy:"), done.stderr

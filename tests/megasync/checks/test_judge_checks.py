@@ -11,7 +11,7 @@ from megasync.checks.own_answers import score_own_answers, try_judges
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.launch.num_ranks import num_teacher_gpus
-from tests.support.config_files import refusal, write_runnable
+from tests.support.config_files import refusal, write_model, write_runnable
 from tests.support.judge_server import MODEL, expected, judge_server, requests_of
 
 NOBODY = "http://127.0.0.1:9/v1"
@@ -87,3 +87,47 @@ def test_replicas_of_a_judge_have_gpus_of_their_own_where_the_reward_names_it(tm
     config = load_config(write_runnable(tmp_path), [*QUALITY, *own])
     assert list(config.pooled_judges) == ["quality"] and num_teacher_gpus(config) == 4
     assert num_teacher_gpus(load_config(write_runnable(tmp_path), [*own, "algorithm.name=sft"])) == 0
+
+
+def write_judge(folder: Path) -> str:
+    return f"judges.quality.path={write_model(folder)}"
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("engine_arguments.max_model_lenn=5", "write judges.quality.engine_arguments.max_model_len"),
+        ("engine_arguments.max_model_len=many", "leave"),
+        ("engine_arguments.tensor_parallel_size=2", "write judges.quality.tensor_parallel"),
+        ("tensor_parallel=3", "write judges.quality.tensor_parallel=2"),
+    ],
+)
+def test_replicas_of_a_judge_that_vllm_would_not_start(tmp_path: Path, override: str, remedy: str) -> None:
+    judge = write_judge(tmp_path / "judge")
+    error = refusal(write_runnable(tmp_path), *QUALITY, judge, f"judges.quality.{override}", world_size=1)
+    assert error.key == f"judges.quality.{override.partition('=')[0]}" and error.remedy.startswith(remedy)
+    check_config(load_config(write_runnable(tmp_path), [*QUALITY, judge, "judges.quality.engine_arguments.quantization=fp8"]), 1)
+
+
+def test_a_judges_weights_are_whole(tmp_path: Path) -> None:
+    judge, weights = write_judge(tmp_path / "judge"), tmp_path / "judge" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    error = refusal(write_runnable(tmp_path), *QUALITY, judge, world_size=1)
+    assert error.headline.startswith(f"{weights}: ") and error.lines["named_by"] == "judges.quality.path"
+
+
+@pytest.mark.parametrize("scale", ["[1]", "[1,2,3]", "[a,b]", "[1,null]", "[5,1]", "[true,2]", "5"])
+def test_a_scale_has_two_numbers(tmp_path: Path, scale: str) -> None:
+    path = write_runnable(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"judges.quality.scale={scale}"])
+    assert (caught.value.key, caught.value.remedy) == ("judges.quality.scale", "write for example judges.quality.scale=[0,10]")
+    assert load_config(path, [caught.value.remedy.rpartition(" ")[2]]).judges["quality"].scale == (0, 10)
+
+
+def test_what_is_written_for_a_name_that_cannot_be_is_read(tmp_path: Path) -> None:
+    path = write_runnable(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["judges={a b: {path: x}}"])
+    example = caught.value.remedy.removeprefix("write for example ").replace("'", "")
+    assert load_config(path, [example]).judges["quality"].path == "models/judge"

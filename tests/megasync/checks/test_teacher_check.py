@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from megasync.checks.check import check_config
 from megasync.checks.teacher import teacher_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.tools.assets.command import build_tokenizer
-from tests.support.config_files import cannot_run, refused, write_model, write_runnable
+from tests.support.config_files import cannot_run, refusal, refused, write_model, write_runnable
 
 ENDPOINT = "teacher.endpoint=http://host:8000/v1"
 START = "teacher.version=start"
@@ -112,3 +113,36 @@ def test_another_tokenizer_is_refused_by_its_first_difference(runnable: Path, tm
     for place in ("trainer", "replicas"):
         message = cannot_run(runnable, f"teacher.path={folder}", f"teacher.place={place}")
         assert message.startswith(f"teacher.path = {folder}: ") and "'7'" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("engine_arguments.max_model_length=8", "write teacher.engine_arguments.max_model_len"),
+        ("engine_arguments.max_model_len=many", "leave"),
+        ("engine_arguments.gpu_memory_utilization=0.5", "write teacher.gpu_memory_utilization"),
+        ("tensor_parallel=3", "write teacher.tensor_parallel=2"),
+    ],
+)
+def test_replicas_of_a_teacher_that_vllm_would_not_start(runnable: Path, override: str, remedy: str) -> None:
+    folder = write_teacher(runnable.parent / "teacher")
+    error = refusal(runnable, f"teacher.path={folder}", f"teacher.{override}")
+    assert error.key == f"teacher.{override.partition('=')[0]}" and error.remedy.startswith(remedy)
+    check_config(load_config(runnable, [f"teacher.path={folder}", "teacher.engine_arguments.max_model_len=512"]), 2)
+
+
+def test_a_teachers_weights_are_whole(runnable: Path) -> None:
+    folder = write_teacher(runnable.parent / "teacher")
+    tensors = load_file(folder / "model.safetensors")
+    gone = "model.layers.0.mlp.up_proj.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, folder / "model.safetensors")
+    error = refusal(runnable, f"teacher.path={folder}")
+    assert (error.lines["missing"], error.lines["named_by"]) == (gone, "teacher.path")
+
+
+def test_what_is_written_for_an_adapter_without_adapters_is_a_config(runnable: Path) -> None:
+    error = refusal(runnable, "teacher.adapter_path=adapter")
+    written = error.remedy.rpartition("write ")[2].split()
+    assert load_config(runnable, written).teacher.is_in_trainer
+    error = refusal(runnable, "teacher.adapter_path=adapter", "engine.lora.rank=8")
+    assert error.key == "teacher.adapter_path" and "engine.lora.adapter_path" not in error.headline

@@ -211,6 +211,21 @@ class Unwritable(InOrder):
         return {"place": object()}
 
 
+class Breaks(InOrder):
+    def __iter__(self) -> Any:
+        raise KeyError("place")
+
+
+class NoIterator(InOrder):
+    def __iter__(self) -> Any:
+        return None
+
+
+class BreaksLater(InOrder):
+    def observe(self, visits: Sequence[Any]) -> None:
+        raise ValueError(len(visits))
+
+
 def test_a_class_of_ones_own_gives_the_prompts() -> None:
     data = data_of(f"{__name__}:InOrder", first=2)
     check_sampler(data, EXAMPLES, 0)
@@ -231,6 +246,9 @@ def test_a_class_of_ones_own_gives_the_prompts() -> None:
         (f"{__name__}:Words", "gave 'one'"),
         (f"{__name__}:Forgets", "with its state restored it draws other examples"),
         (f"{__name__}:Unwritable", "its state is not what JSON has"),
+        (f"{__name__}:Breaks", "__iter__ raised KeyError"),
+        (f"{__name__}:NoIterator", "__iter__ raised TypeError"),
+        (f"{__name__}:BreaksLater", "observe raised ValueError: 4"),
     ],
 )
 def test_a_sampler_that_cannot_work_is_refused_by_its_name(name: str, words: str) -> None:
@@ -239,10 +257,16 @@ def test_a_sampler_that_cannot_work_is_refused_by_its_name(name: str, words: str
     assert name.rpartition(":")[2] in str(caught.value) and words in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [{"visits": 0}, {"rest_steps": 1.5}, {"others": 1}])
+ARGUMENTS = [{"visits": 0}, {"visits": True}, {"rest_steps": 1.5}, {"others": 1}, {"seed": 1}, {"weights": {"a": 1}}]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_arguments_that_a_sampler_does_not_take_are_refused(arguments: dict[str, Any]) -> None:
     for data in (data_of("difficulty", **arguments), data_of("", **arguments)):
         with pytest.raises(ConfigError, match=r"data\.sampler_arguments") as caught:
             check_sampler(data, EXAMPLES, 0)
         assert next(iter(arguments)) in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        check_sampler(data_of("difficulty", visit=3), EXAMPLES, 0)
+    assert (caught.value.key, caught.value.lines["nearest"]) == ("data.sampler_arguments.visit", "visits")
     assert Difficulty(EXAMPLES, 0).visits == 2

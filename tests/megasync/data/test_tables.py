@@ -22,7 +22,7 @@ from pyarrow import parquet
 from megasync.data.data import Example, load_examples
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.resolve import resolve_rewards
-from megasync.data.tables import data_files
+from megasync.data.tables import data_files, media_columns
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 3} for n in range(7)]
 EXAMPLES = [Example(row["question"], row["answer"], n, extra={"level": row["level"]}) for n, row in enumerate(ROWS, start=1)]
@@ -78,6 +78,17 @@ def test_images_are_left_where_they_are(tmp_path: Path) -> None:
         load_examples(path, "question", "raw")
     with pytest.raises(ValueError, match=r"row 1: 'image.bytes' is a bytes, a text or a number"):
         load_examples(path, "question", "image.bytes")
+
+
+def test_columns_of_images_are_those_with_a_value(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{**row, "image": None, "picture": None} for row in ROWS]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.Table.from_pylist(rows, pa.schema([*pa.Table.from_pylist(ROWS).schema, ("image", kind), ("picture", kind)]))
+    parquet.write_table(table, tmp_path / "none.parquet")
+    assert media_columns(tmp_path / "none.parquet", "", "data.split") == []
+    rows[1]["picture"] = {"bytes": b"x", "path": ""}
+    parquet.write_table(pa.Table.from_pylist(rows, table.schema), tmp_path / "one.parquet")
+    assert media_columns(tmp_path / "one.parquet", "", "data.split") == ["picture"]
 
 
 def test_a_data_set_of_the_hub(tmp_path: Path) -> None:

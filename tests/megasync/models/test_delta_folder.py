@@ -49,6 +49,9 @@ def test_sizes_are_read_with_the_defaults_of_transformers(tmp_path: Path) -> Non
         ("rope_type", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
         ("partial_rotary_factor", {"partial_rotary_factor": 0.3}),
         ("attention_bias", {"attention_bias": True}),
+        ("attn_output_gate", {"attn_output_gate": False}),
+        ("qkv_bias", {"qkv_bias": True}),
+        ("layer_scale", {"layer_scale": True}),
     ],
 )
 def test_unsupported_delta_nets(tmp_path: Path, key: str, changes: dict[str, object]) -> None:
@@ -56,6 +59,12 @@ def test_unsupported_delta_nets(tmp_path: Path, key: str, changes: dict[str, obj
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     error = model_refused(tmp_path)
     assert error.key == key and str(changes.get(key, "linear")).strip("'") in error.value
+
+
+def test_a_share_of_turned_elements_that_is_null(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": None}
+    error = model_refused(write_model(tmp_path, **DELTA, rope_parameters=rope))
+    assert (error.key, error.value) == ("partial_rotary_factor", "None")
 
 
 def test_tensors_that_are_missing_or_of_a_vision_tower(tmp_path: Path) -> None:

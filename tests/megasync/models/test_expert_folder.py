@@ -18,6 +18,7 @@ def runnable(tmp_path: Path) -> Path:
     return write_runnable(tmp_path)
 
 
+QWEN3_5 = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64}
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 
@@ -48,6 +49,7 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise", "0.1"),
         ({"output_router_logits": True}, "output_router_logits", "True"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok", "1"),
+        ({**QWEN3_5, "norm_topk_prob": False}, "norm_topk_prob", "False"),
         ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok", "1"),
     ],
 )
@@ -58,6 +60,24 @@ def test_unsupported_mixtures_of_experts(tmp_path: Path, changes: dict[str, obje
 
 GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
 GLM |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"n_group": 1, "topk_group": 2}, "topk_group"),
+        ({"n_group": 2, "topk_group": 4, "num_experts_per_tok": 8}, "topk_group"),
+        ({"n_group": 2, "topk_group": None}, "topk_group"),
+        ({"n_group": 8, "topk_group": 2}, "n_group"),
+        ({"n_group": 3, "topk_group": 2}, "n_group"),
+        ({"n_group": None, "topk_group": 2}, "n_group"),
+        ({"n_group": -2, "topk_group": 2}, "n_group"),
+    ],
+)
+def test_groups_that_routers_cannot_choose_from(tmp_path: Path, changes: dict[str, object], key: str) -> None:
+    """Of 8 experts, of which a token takes 4."""
+    error = model_refused(write_model(tmp_path, **{**GLM, **changes}))
+    assert (error.key, error.value) == (key, str(changes[key]))
 
 
 def test_routers_with_a_bias(tmp_path: Path) -> None:

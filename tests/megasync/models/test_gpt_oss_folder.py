@@ -37,6 +37,8 @@ def test_sizes_of_gpt_oss(tmp_path: Path) -> None:
         ({"swiglu_limit": 6.0}, "swiglu_limit"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type"),
         ({"rope_parameters": {key: value for key, value in YARN.items() if key != "beta_slow"}}, "beta_slow"),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+        ({"rope_parameters": YARN | {"beta_fast": "32"}}, "beta_fast"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
     ],

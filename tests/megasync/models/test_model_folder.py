@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from engine.config import FAMILIES
 from engine.attention.windows import layer_windows
 
 from megasync.config.errors import ConfigError
+from megasync.models.features import Model, has_other_class
 from megasync.models.folder import CHOICES, check_model_config, check_model_folder
+from megasync.models.model_shape import ModelShape
 from tests.support.config_files import MODEL, model_refused, refusal, write, write_model, write_runnable
 from tests.support.tiny_models import write_tiny_model
 
@@ -138,6 +141,12 @@ def test_unsupported_rotary_embeddings(tmp_path: Path, key: str, changes: dict[s
         {"intermediate_size": [1, 2]},
         {"architectures": None},
         {"architectures": ["Qwen3ForSequenceClassification"]},
+        {"architectures": ["LlamaForCausalLM"]},
+        {"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]},
+        {"vision_config": {"depth": 1}},
+        {"is_causal": False},
+        {"model_type": "qwen2", "qk_norm": True},
+        {"model_type": "llama", "logit_scale": 0.5},
     ],
 )
 def test_unsupported_fields(tmp_path: Path, changes: dict[str, object]) -> None:
@@ -154,6 +163,23 @@ def test_hidden_size_in_whole_heads(tmp_path: Path, changes: dict[str, object]) 
 def test_a_file_by_which_vllm_takes_weights_for_quantised(tmp_path: Path) -> None:
     file = write(write_model(tmp_path) / "hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}')
     assert model_refused(tmp_path).headline.startswith(str(file))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_one_class(tmp_path: Path, family: str) -> None:
+    """By the name that transformers writes; vLLM would take the class of another name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    own = CLASSES["deepseek_v3" if family == "kimi_k2" else family]
+    model = Model(ModelShape(family, *[1] * 6), {"model_type": family, "architectures": [own]})
+    assert not has_other_class(model)
+    assert has_other_class(replace(model, fields={"architectures": ["OtherForCausalLM"]}))
+    assert not has_other_class(replace(model, fields={}))
+
+
+def test_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    path = write(write_model(tmp_path) / "config.json", '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}")
+    assert model_refused(tmp_path).headline.startswith(f"{path}: not JSON")
 
 
 def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
@@ -255,6 +281,9 @@ def test_unsupported_windows(tmp_path: Path, key: str, changes: dict[str, object
         ("rope_parameters", {"rope_parameters": {"rope_theta": 1e6}}),
         ("rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         ("factor", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}),
+        ("rope_parameters", {"rope_parameters": {"sliding_attention": "default"}}),
+        ("rope_parameters", {"rope_parameters": {"full_attention": [1]}}),
+        ("query_pre_attn_scalar", {"query_pre_attn_scalar": 0}),
     ],
 )
 def test_unsupported_gemma(tmp_path: Path, key: str, changes: dict[str, object]) -> None:

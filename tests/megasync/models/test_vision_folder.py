@@ -112,6 +112,30 @@ def test_a_written_folder_keeps_what_is_not_trained_bit_for_bit(tmp_path: Path, 
     assert any(is_of_vision(name) for name in before)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_no_class_needs_to_be_named(tmp_path: Path, family: str) -> None:
+    """vLLM gets the language model's; that of the text_config is of a part."""
+    written(tmp_path, family)
+    change(tmp_path, architectures=None)
+    check_model_folder(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    inner = fields.get("text_config", {}) | {"architectures": ["Qwen3_5TextModel"]}
+    change(tmp_path, **{"text_config": inner} if "text_config" in fields else {})
+    assert "architectures" not in model_fields(tmp_path)
+    check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "inner"), [("qwen3_5", True), ("qwen3_vl", True), ("gemma3", False)])
+def test_embeddings_that_the_text_config_alone_ties(tmp_path: Path, family: str, inner: bool) -> None:
+    """transformers and vLLM read the whole config's, or its class's default."""
+    path = written(tmp_path, family) / "config.json"
+    fields = json.loads(path.read_text())
+    fields.pop("tie_word_embeddings", None)
+    path.write_text(json.dumps(fields | {"text_config": fields["text_config"] | {"tie_word_embeddings": inner}}))
+    error = model_refused(tmp_path)
+    assert (error.key, error.value) == ("tie_word_embeddings", f"{not inner} (the default)")
+
+
 def test_bisect_does_not_follow_their_modules(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_family(written(tmp_path, "qwen3_vl"))
@@ -152,6 +176,9 @@ def test_a_merged_adapter_keeps_them(tmp_path: Path, family: str) -> None:
         ("text_config.model_type", {"text_config": {"model_type": "qwen3_text"}}),
         ("tie_word_embeddings", {"tie_word_embeddings": True}),
         ("architectures", {"architectures": ["Qwen3_5MoeModel"]}),
+        ("architectures", {"architectures": [7]}),
+        ("architectures", {"architectures": "Qwen3_5MoeForConditionalGeneration"}),
+        ("dtype", {"dtype": "bf16"}),
         ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.tools.import_config import trl
 from megasync.tools.import_config.carried import Carried
@@ -137,3 +138,12 @@ def test_a_yaml_of_verl_with_interpolations_and_one_that_is_none(tmp_path: Path)
     with pytest.raises(ValueError, match="neither a YAML mapping nor overrides"):
         read(path)
     assert trl.batch(None, {**trl.DEFAULTS})["data.batch_size"] == 1
+
+
+@pytest.mark.parametrize("content", ["a: \u00e9".encode("latin-1"), b"x='unclosed data.train_batch_size=1"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "verl.sh"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert caught.value.headline.startswith(f"{path}: ") and caught.value.remedy
