@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -14,8 +14,7 @@ METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py describes them
 NEED_GPUS = ("packed", "mbridge packed")
 CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # those that `all` stands for there
 GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))
-ShapeName = Literal["135m", "3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]
-SHAPE_NAMES: tuple[ShapeName, ...] = get_args(ShapeName)  # those of megasync/models/model_shape.py
+ShapeName = Literal["100m", "135m", "3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]  # of megasync/models/model_shape.py
 
 
 class BenchConfig(Section):
@@ -29,15 +28,8 @@ class BenchConfig(Section):
     """sync: how weights are brought over; stream is always among them, and what this machine or config does not allow never."""
     update: Literal["step", "negate"] = "step"
     """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
-    shapes: Literal["none", ShapeName] = "none"
-    """Where model.path is empty: random weights of these shapes, without files of them; none: a Qwen3 of the sizes below."""
-    hidden_size: PositiveInt = 768
-    intermediate_size: PositiveInt = 2048
-    num_layers: PositiveInt = 12
-    num_heads: PositiveInt = 12
-    num_kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    vocabulary_size: PositiveInt = 32768
+    shapes: ShapeName | None = "100m"
+    """Where model.path is empty: random weights of these shapes, on GPUs without files of them."""
     lora_rank: NonNegativeInt = 32
     """Of the adapters of the methods `lora merged` and `lora adapter`, on all linears; 0: without them, and rollout compares a
     replica with vLLM's own offline generation."""
@@ -49,39 +41,8 @@ class BenchConfig(Section):
     """rollout: lengths of responses are lognormal around it, at most rollout.max_new_tokens; null: all have that length."""
 
 
-class Variant(NamedTuple):
-    """One way to train."""
-
-    wrap: str
-    fusions: bool = True  # as engine.fusions says; else none
-    kernels: bool = True  # as engine.kernels says; else torch
-    dot_product: bool = False  # megatron-core's DotProductAttention, all activations recomputed: else it does not fit
-
-
-VariantName = Literal[
-    "ddp",
-    "megatron_fsdp",
-    "ddp_no_fusions",
-    "megatron_fsdp_no_fusions",
-    "ddp_dot_product",
-    "megatron_fsdp_dot_product",
-    "ddp_torch_kernels",
-    "megatron_fsdp_torch_kernels",
-]
-VARIANTS = {
-    name: Variant(
-        "megatron_fsdp" if name.startswith("megatron_fsdp") else "ddp",
-        fusions=not name.endswith("_no_fusions"),
-        kernels=not name.endswith("_torch_kernels"),
-        dot_product=name.endswith("_dot_product"),
-    )
-    for name in get_args(VariantName)
-}
-NoneOrVariants = Annotated[tuple[Literal["none", VariantName], ...], *OneOrMore]
-
-
 class TrainBenchConfig(Section):
-    """What `python -m bench train` measures."""
+    """How `python -m bench train` measures the keys of `engine`."""
 
     shapes: ShapeName = "3b"
     """Of the random model, where model.path is empty."""
@@ -97,14 +58,6 @@ class TrainBenchConfig(Section):
     """Sequences packed into a micro-batch."""
     sequence_length: Annotated[int, Field(ge=2)] = 2048
     """Tokens of each sequence."""
-    variants: Annotated[tuple[VariantName, ...], *OneOrMore] = get_args(VariantName)[:5]
-    """Measured one after another."""
-    variant_seconds: PositiveFloat = 300.0
-    """A variant that takes longer is ended."""
-    profile: NoneOrVariants = ("none",)
-    """Variants that, with CUDA, take one more step to see which kernels take longest."""
-    offload: NoneOrVariants = ("none",)
-    """Variants whose state is moved to host memory and back at the end, and timed."""
 
 
 Names = Annotated[tuple[str, ...], *OneOrMore]

@@ -18,7 +18,7 @@ sync() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m bench sync --config "$here/configs/bench_gpu.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
-  end "$case" $? "│|aimed at"
+  end "$case" $? "│"
 }
 
 grpo() { # CASE GPUS RANKS [key=value ...]
@@ -35,14 +35,14 @@ rollout() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m bench rollout --config "$here/configs/bench_gpu.yaml" \
     run.name="$case" run.dir=/tmp/runs bench.lora_rank=0 "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
-  end "$case" $? "│|CPU seconds|aimed at|tokens/s"
+  end "$case" $? "│|speed|tokens/s"
 }
 
 train() { # CASE GPUS [key=value ...]
   local case=$1 gpus=${GPUS:-$2}; shift 2
   CUDA_VISIBLE_DEVICES=$gpus timeout "${LIMIT:-600}" "$python" -m bench train --config "$here/configs/bench_train.yaml" \
     run.name="$case" run.dir=/tmp/runs "$@" ${EXTRA:-} --json "$out/$case.json" > "$out/$case.log" 2>&1
-  end "$case" $? "│|offload|over ddp"
+  end "$case" $? "│"
 }
 
 model_rollout() { # TOKENS: 1024 samples of so many tokens by the model in the folder $MODEL
@@ -78,7 +78,7 @@ moe_grpo=(
 )
 moe6=(bench_train.shapes=30b-a3b-6 bench_train.num_microbatches=1 bench_train.sequence_length=4096) # 4 x 4096 tokens a rank
 # one packed sequence a rank
-long=(bench_train.sequence_length=32768 bench_train.num_sequences=1 bench_train.num_microbatches=1 'bench_train.variants=[ddp]'
+long=(bench_train.sequence_length=32768 bench_train.num_sequences=1 bench_train.num_microbatches=1
   engine.logits_chunk_tokens=4096)
 cp2=(bench_train.num_ranks=2 bench_train.sequence_length=131072 engine.parallel.context=2
   engine.recompute=selective 'engine.recompute_modules=[layernorm,mlp]')
@@ -111,20 +111,18 @@ for case in "$@"; do
         rollout.enforce_eager=false rollout.gpu_memory_utilization=0.4 ;;
     model-rollout-16) model_rollout 16 ;;
     model-rollout-45) model_rollout 45 ;;
-    train) train train 0,1 ;;
-    train-memory) train train-memory 0,1 'bench_train.variants=[ddp,megatron_fsdp]' ;; # both wraps' memory, by what it is for
-    train-kernels) # what other libraries' kernels bring, where they are installed
-      train train-kernels 0 bench_train.num_ranks=1 \
-        'bench_train.variants=[ddp,ddp_torch_kernels,megatron_fsdp,megatron_fsdp_torch_kernels]' ;;
-    3b-32k-kernels) train 3b-32k-kernels 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=selective 'bench_train.variants=[ddp,ddp_torch_kernels]' ;;
-    moe6-kernels) train moe6-kernels 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp,ddp_torch_kernels]' ;;
-    moe6) train moe6 0 "${moe6[@]}" bench_train.num_ranks=1 'bench_train.variants=[ddp]' ;;
-    moe6-ep2) train moe6-ep2 0,1 "${moe6[@]}" engine.parallel.expert=2 'bench_train.variants=[ddp,megatron_fsdp]' ;;
+    train-ddp) train train-ddp 0,1 ;;
+    train-fsdp) train train-fsdp 0,1 engine.wrap=megatron_fsdp ;;
+    train-ddp-plain) train train-ddp-plain 0,1 engine.fusions=none ;;
+    train-torch) train train-torch 0 bench_train.num_ranks=1 engine.kernels=torch ;; # what other libraries' kernels bring, where installed
     3b-32k) train 3b-32k 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=selective ;;
+    3b-32k-torch) train 3b-32k-torch 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=selective engine.kernels=torch ;;
+    3b-32k-full) train 3b-32k-full 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=full ;;
     3b-131k-cp2) train 3b-131k-cp2 0,1 "${long[@]}" "${cp2[@]}" engine.parallel.context_attention=ulysses ;;
     3b-131k-cp2-allgather) train 3b-131k-cp2-allgather 0,1 "${long[@]}" "${cp2[@]}" ;;
-    3b-32k-full) train 3b-32k-full 0 "${long[@]}" bench_train.num_ranks=1 engine.recompute=full ;;
-    offload) train offload 3 bench_train.num_ranks=1 'bench_train.variants=[ddp,megatron_fsdp]' 'bench_train.offload=[ddp,megatron_fsdp]' ;;
+    moe6) train moe6 0 "${moe6[@]}" bench_train.num_ranks=1 ;;
+    moe6-torch) train moe6-torch 0 "${moe6[@]}" bench_train.num_ranks=1 engine.kernels=torch ;;
+    moe6-ep2) train moe6-ep2 0,1 "${moe6[@]}" engine.parallel.expert=2 engine.wrap=megatron_fsdp ;;
     assets) assets ;;
     moe-grpo-ep2) moe_assets; grpo moe-grpo-ep2 0,1 2 "${moe_grpo[@]}" ;;
     moe-grpo-ep2-replay)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.common.model import write_config, write_model
+from bench.common.model import write_config, write_model, write_shapes
 from bench.config import METHODS, NEED_GPUS, BenchRoot
 from bench.equivalence import cases
 from engine.config import EngineConfig
@@ -17,7 +17,6 @@ from megasync.config.errors import ConfigError, explain, refuse_if
 from megasync.config.load import with_changes
 from megasync.launch.devices import visible_devices
 from megasync.models.folder import check_model_config, check_model_folder
-from megasync.models.model_shape import SHAPES
 
 
 def prepare(config: BenchRoot, verb: str) -> BenchRoot:
@@ -29,8 +28,10 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
     if verb == "equivalence":
         _check_equivalence(config)
     elif verb == "train":
-        if not config.model.path:
-            return _with_shapes(config)
+        if not config.model.path:  # config.json alone
+            folder, bench = config.run.folder / "model", config.bench_train
+            write_config(folder, bench.shapes, config.model.dtype, bench.sequence_length)
+            return with_changes(config, {"model.path": str(folder)})
         check_model_config(Path(config.model.path))  # weights are drawn
     else:
         return _prepare(config, verb)
@@ -40,7 +41,7 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
     """Of the benches whose keys are in `bench`."""
     bench = config.bench
-    config = with_changes(config, {"bench.shapes": "none"}) if config.model.path else _with_model(config)
+    config = with_changes(config, {"bench.shapes": None}) if config.model.path else _with_model(config)
     check_config(config, bench.num_ranks, needs_data=False)
     _check_methods(config)
     _check_lora(config, verb)
@@ -67,24 +68,22 @@ def _check_equivalence(config: BenchRoot) -> None:
     cases.read_back_families(config)
 
 
-def _with_shapes(config: BenchRoot) -> BenchRoot:
-    """With a folder that has a config.json alone."""
-    folder, bench = config.run.folder / "model", config.bench_train
-    write_config(folder, SHAPES[bench.shapes].hf_config(bench.sequence_length), config.model.dtype)
-    return with_changes(config, {"model.path": str(folder)})
-
-
 def _with_model(config: BenchRoot) -> BenchRoot:
-    folder, heads, kv_heads = config.run.folder / "model", config.bench.num_heads, config.bench.num_kv_heads
-    message = f"bench.num_heads = {heads}: not a multiple of bench.num_kv_heads = {kv_heads}"
-    refuse_if(heads % kv_heads, message, remedy=f"write bench.num_kv_heads={heads}")
+    """The model of `bench.shapes`: on GPUs a sparse file, and each side draws its weights; else the weights are in the file."""
+    folder, bench = config.run.folder / "model", config.bench
+    remedy = "write bench.shapes=3b, or model.path=FOLDER"
+    refuse_if(bench.shapes is None, "bench.shapes = null: there is no model", remedy=remedy)
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        write_model(config, folder)
+        model = folder, str(bench.shapes), config.model.dtype, config.rollout.max_model_len or 4096
+        if visible_devices():
+            write_shapes(*model)
+        else:
+            write_model(*model, config.run.seed)
     except OSError as error:
         remedy = "write run.dir=FOLDER for a folder of yours, with room for the model"
         raise ConfigError(explain(f"{folder}: cannot be written: {error.strerror}", remedy=remedy)) from error
-    return with_changes(config, {"model.path": str(folder)})
+    return with_changes(config, {"model.path": str(folder)} | ({} if visible_devices() else {"bench.shapes": None}))
 
 
 def _check_methods(config: BenchRoot) -> None:

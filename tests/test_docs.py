@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megasync.config.reference import reference
-from megasync.report.reference import page as metrics_page
+from docs.generate import pages as generated_pages
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -19,6 +18,7 @@ FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 SPANS = re.compile(r"`[^`\n]*`")
 FOLDERS = "megasync|engine|bridge|exact|bench|examples|tests|launch|configs|docs|locks"
 NAMED_FILES = re.compile(rf"`((?:{FOLDERS})/[a-z\d_./-]*(?:/|\.\w+))`")
+CONFIGS = re.compile(r"configs/\w+\.yaml")
 MAX_PAGES, MAX_WORDS = 16, 20_000
 GENERATED = ("reference.md", "metrics.md")
 
@@ -52,6 +52,20 @@ def test_the_written_pages_are_few_and_short() -> None:
     assert sum(len((ROOT / page).read_text(encoding="utf-8").split()) for page in written) <= MAX_WORDS
 
 
+def test_steps_beside_a_config_are_the_ones_that_it_takes() -> None:
+    """Where a page gives the figures of a run, its command trains as many steps."""
+    first_run = (ROOT / "README.md").read_text(encoding="utf-8").partition("## A first real run")[2].partition("\n## ")[0]
+    named = [(config, "", steps) for config in CONFIGS.findall(first_run)[:1] for steps in re.findall(r"(\d+) steps", first_run)]
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        named += re.findall(r"`megasync train (configs/\w+\.yaml)([^`]*)`, (\d+) steps", text)
+    assert len(named) > 1
+    for config, overrides, steps in named:
+        own = re.search(r"run\.steps=(\d+)", overrides)
+        taken = own[1] if own else yaml.safe_load((ROOT / config).read_text())["run"]["steps"]
+        assert int(taken) == int(steps), (config, overrides)
+
+
 def test_every_page_is_in_the_sites_navigation() -> None:
     site = yaml.safe_load((ROOT / "docs/site/mkdocs.yml").read_text(encoding="utf-8"))
     named = {page for entry in site["nav"] for value in entry.values() for page in pages_in(value)}
@@ -62,14 +76,10 @@ def pages_in(entry: str | list[dict[str, str]]) -> list[str]:
     return [entry] if isinstance(entry, str) else [page for inner in entry for page in inner.values()]
 
 
-def test_reference_is_that_of_the_schema() -> None:
-    """After a change of keys: python -m megasync.config.reference --to docs/reference.md"""
-    assert (ROOT / "docs/reference.md").read_text(encoding="utf-8") == reference()
-
-
-def test_metrics_are_those_of_the_tables() -> None:
-    """After a change of metrics or advisories: python -m megasync.report.reference --to docs/metrics.md"""
-    assert (ROOT / "docs/metrics.md").read_text(encoding="utf-8") == metrics_page()
+def test_generated_pages_are_those_of_the_code() -> None:
+    """After a change of keys, metrics or advisories: python -m docs.generate"""
+    for name, text in generated_pages().items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, name
 
 
 def test_pictures_are_those_of_their_code() -> None:

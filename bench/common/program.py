@@ -1,8 +1,6 @@
 """The base of every program of worker.py: it measures, and keeps its results so far.
 
-Leaves out replicas (one_replica.py, rank.py).
-
-Without Ray, so that the memory of what trains alone is its own.
+Leaves out trainer ranks with replicas (rank.py).
 """
 
 from __future__ import annotations
@@ -46,4 +44,4 @@ class Program(ABC):
 
     def random_weights(self) -> dict[str, object]:
         """vLLM's arguments for a model that has no others."""
-        return {} if self.config.bench.shapes == "none" else {"load_format": "dummy"}
+        return {} if self.config.bench.shapes is None else {"load_format": "dummy"}

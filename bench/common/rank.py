@@ -27,7 +27,6 @@ from bridge.send.connection import Ranks
 from bridge.send.publish import Publisher
 from engine.config import EngineConfig, LoraConfig
 from engine.engine import Engine
-from engine.model.lora import adapted_linears
 from engine.runtime import parallel
 from engine.sample import Sample
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
@@ -67,7 +66,7 @@ class BenchRank(Program):
 
     def build_engine(self, engine: EngineConfig) -> Engine:
         bench, kind = self.config.bench, Engine
-        if bench.shapes != "none":  # all experts' gradients and optimizer state would not fit one GPU
+        if bench.shapes is not None:  # all experts' gradients and optimizer state would not fit one GPU
             trains = bench.update == "step" or (self.trains and not SHAPES[bench.shapes].num_experts)
             kind = RandomEngine if trains else FrozenEngine
         return kind(self.config.model, engine, self.config.algorithm, num_steps=self.config.run.steps)
@@ -160,11 +159,6 @@ class LoraSide:
         self.adapter = build_adapter_source(self.engine)
         self.pool = bench.start_pool(adapter_rank=rank)
         self.publisher = bench.publisher(self.adapter, self.pool)
-        stage_bytes = sum(  # of what is trained: an A and a B for each linear, over all tensor-parallel ranks
-            rank * (linear.input_size + linear.output_size) * linear.lora_a.element_size()
-            for _, linear in adapted_linears(self.engine.chunks)
-        )
-        self.adapter_bytes = sum(bench.from_all(stage_bytes if self.adapter.is_sender else 0))
 
 
 def seconds_by_name(spans: Iterable[StageSpan]) -> dict[str, float]:

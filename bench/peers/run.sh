@@ -2,7 +2,7 @@
 # TRL's GRPOTrainer and ours one after another on one GPU, the same task, seed by seed: bench/peers/run.sh OUT SEED [SEED ...]
 # Model and data are in $ASSETS (what `megasync assets` wrote), TRL's wheels in $WHEELS where it is not installed. EXTRA="key=value ..."
 # goes to both, OURS to ours, TRL to trl_grpo.py. LIMIT is the seconds that one run may take in all, STEPS how many steps it is to make.
-# Writes OUT/trlSEED, OUT/megasyncSEED with figures of each step as it goes, a log beside each, and OUT/peers.json with the table.
+# Writes OUT/trlSEED, OUT/megasyncSEED with figures of each step as it goes, a log beside each, and OUT/peers.json and peers.txt with what they come to.
 set -uo pipefail
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -34,7 +34,7 @@ run() { # NAME COMMAND...: what it wrote until its end or the limit counts
   local name=$1 start=$SECONDS; shift
   timeout --kill-after=20 "$limit" "$@" > "$out/$name.log" 2>&1
   echo "$name: exit code $?, $((SECONDS - start)) s"
-  "$python" "$here/bench/peers/compare.py" "$out" --json "$out/peers.json" | tee "$out/peers.txt" | tail -1
+  "$python" "$here/bench/run_figures.py" "$out"/trl[0-9]*/ "$out"/megasync[0-9]*/ --json "$out/peers.json" > "$out/peers.txt" 2>/dev/null
 }
 
 one=${CUDA_VISIBLE_DEVICES-0}
@@ -49,4 +49,4 @@ for seed in "$@"; do
     "${task[@]}" run.dir="$out" run.name="megasync$seed" run.seed="$seed" run.steps="$steps" rollout.evaluate_every_steps=5 \
     checkpoint.every_steps=0 checkpoint.resume=never "${own[@]}"
 done
-cat "$out/peers.txt"
+grep -E "steps|/seconds|tokens|reward" "$out/peers.txt"

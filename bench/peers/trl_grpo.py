@@ -8,9 +8,9 @@ sleep mode, micro-batches as large as fit. Two things are set beyond that. Weigh
 would train the folder's bfloat16 as it is, and small steps are lost in its rounding. And vLLM gets the config's
 rollout.engine_arguments, for which TRL has no key: `colocated` hands them to the LLM that TRL makes.
 
-Writes TO/steps.jsonl, a line a step, and TO/evaluations.jsonl, the mean reward of greedy responses to data.eval, at the start and
-every `--evaluate-every` steps, by the same vLLM after a sync. Evaluations are not counted in the seconds. `--no-vllm` is for a
-try on a CPU: transformers generates. bench/peers/run.sh runs it beside ours, compare.py puts both in a table.
+Writes TO/metrics.jsonl, a line a step, and TO/evaluations.jsonl, the mean reward of greedy responses to data.eval, at the start and
+every `--evaluate-every` steps, by the same vLLM after a sync: under the names of a run of ours, so that bench/run_figures.py reads
+both. Evaluations are not counted in the seconds. bench/peers/run.sh runs it beside ours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 import trl.generation.vllm_generation
 from datasets import Dataset
-from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megasync.config.load import load_config
@@ -56,8 +56,7 @@ class Clock(TrainerCallback):
             try:
                 return function(*args, **kwargs)
             finally:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
+                torch.cuda.synchronize()
                 self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begin
 
         return functools.wraps(function)(call)
@@ -72,9 +71,9 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         seconds = time.perf_counter() - self._begin
         self._used += seconds
-        figures = {"step": state.global_step, "seconds": seconds, "seconds_in_all": self._used, "tokens": self._tokens}
-        figures |= {f"{part}_seconds": taken for part, taken in self._parts.items()}
-        self._write("steps.jsonl", figures | {"reward": statistics.fmean(self._rewards)})
+        figures = {"step": state.global_step, "step/seconds": seconds, "train/response_tokens": self._tokens}
+        figures |= {f"{part}/seconds": taken for part, taken in self._parts.items()}
+        self._write("metrics.jsonl", figures | {"reward/mean": statistics.fmean(self._rewards)})
         last = state.global_step >= args.max_steps or self._used >= self._given.seconds
         if last or state.global_step % self._given.evaluate_every == 0:
             self._evaluated(state.global_step)
@@ -82,9 +81,7 @@ class Clock(TrainerCallback):
         self._parts, self._rewards, self._tokens, self._begin = {}, [], 0, time.perf_counter()
 
     def _evaluated(self, step: int) -> None:
-        begin = time.perf_counter()
-        figures = {"step": step, "seconds_in_all": self._used, "reward": self._evaluate()}
-        self._write("evaluations.jsonl", figures | {"evaluation_seconds": time.perf_counter() - begin})
+        self._write("evaluations.jsonl", {"step": step, "eval/reward": self._evaluate()})
         self._parts, self._begin = {}, time.perf_counter()
 
     def _write(self, name: str, figures: dict[str, Any]) -> None:
@@ -111,8 +108,7 @@ def settings(given: argparse.Namespace, config: Config) -> GRPOConfig:
         adam_epsilon=optimizer.epsilon,
         max_grad_norm=optimizer.clip_grad_norm,
         model_init_kwargs={"dtype": "float32"},
-        bf16=torch.cuda.is_available(),
-        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
         gradient_checkpointing=False,
         per_device_train_batch_size=microbatch,
         gradient_accumulation_steps=samples // microbatch,
@@ -123,7 +119,7 @@ def settings(given: argparse.Namespace, config: Config) -> GRPOConfig:
         beta=algorithm.kl_coefficient,
         epsilon=algorithm.clip_low,
         epsilon_high=algorithm.clip_high,
-        use_vllm=not given.no_vllm,
+        use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=rollout.gpu_memory_utilization,
         vllm_max_model_length=rollout.max_model_len,
@@ -154,24 +150,17 @@ def score(text: str, answer: str, entry: str) -> float:
     return reasoning_gym(RewardInput("", text, answer, 0, 0, {"entry": entry}))
 
 
-def greedy(trainer: GRPOTrainer, lines: Lines, config: Config, no_vllm: bool) -> list[str]:
+def greedy(trainer: GRPOTrainer, lines: Lines, config: Config) -> list[str]:
     """Responses by what generates in training, with the weights of now."""
     tokenizer, most = trainer.processing_class, config.rollout.max_new_tokens
     prompts = [tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True, tokenize=False) for line in lines]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    if no_vllm:
-        wanted = GenerationConfig(do_sample=False, max_new_tokens=most, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
-        responses = []
-        for prompt in ids:
-            out = trainer.model.generate(torch.tensor([prompt]), generation_config=wanted)
-            responses.append(out[0, len(prompt) :].tolist())
-    else:
-        from vllm import SamplingParams  # after TRL, which has set what vLLM reads
+    from vllm import SamplingParams  # after TRL, which has set what vLLM reads
 
-        trainer.vllm_generation.sync_weights.__wrapped__()
-        sampling = SamplingParams(temperature=0.0, max_tokens=most)
-        asked = [{"prompt_token_ids": prompt} for prompt in ids]
-        responses = [out.outputs[0].token_ids for out in trainer.vllm_generation.llm.generate(asked, sampling, use_tqdm=False)]
+    trainer.vllm_generation.sync_weights.__wrapped__()
+    sampling = SamplingParams(temperature=0.0, max_tokens=most)
+    asked = [{"prompt_token_ids": prompt} for prompt in ids]
+    responses = [out.outputs[0].token_ids for out in trainer.vllm_generation.llm.generate(asked, sampling, use_tqdm=False)]
     return [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
 
 
@@ -183,7 +172,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="stop after so many of training")
     parser.add_argument("--evaluate-every", type=int, default=5, metavar="STEPS")
     parser.add_argument("--microbatch", type=int, default=256, metavar="SAMPLES")
-    parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     given = parser.parse_intermixed_args()
     config = load_config(given.config, given.overrides)
@@ -191,7 +179,7 @@ def main() -> None:
     held_out = read(str(config.data.eval), config)
 
     def evaluate() -> float:
-        texts = greedy(trainer, held_out, config, given.no_vllm)
+        texts = greedy(trainer, held_out, config)
         return statistics.fmean(score(text, line["answer"], line["entry"]) for text, line in zip(texts, held_out, strict=True))
 
     clock = Clock(given.to, evaluate, given)
@@ -202,8 +190,7 @@ def main() -> None:
         clock.rewarded(rewards, sum(map(len, completion_ids)))
         return rewards
 
-    if not given.no_vllm:
-        colocated(config)
+    colocated(config)
     trainer = GRPOTrainer(
         model=config.model.path,
         reward_funcs=clock.timed("reward", reward),
@@ -212,9 +199,8 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(config.model.path),
         callbacks=[clock],
     )
-    if not given.no_vllm:
-        inside = trainer.vllm_generation
-        inside.sync_weights, inside.generate = clock.timed("sync", inside.sync_weights), clock.timed("generate", inside.generate)
+    inside = trainer.vllm_generation
+    inside.sync_weights, inside.generate = clock.timed("sync", inside.sync_weights), clock.timed("rollout", inside.generate)
     trainer.train()
 
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from bench.common.memory import give_back_free_memory
 from bridge import processes
-from bridge.config import OnUpdate
 from bridge.generation import GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import CLOSE_SECONDS, Replica
@@ -46,11 +44,6 @@ class BenchReplica(Replica):
         await self.workers("bench_reload", folder)
         await self._engine.update_weight_version(str(version))
         await self._engine.reset_prefix_cache()
-
-    async def set_on_update(self, mode: OnUpdate) -> None:
-        """From now on, while nothing runs."""
-        self.config = replace(self.config, on_update=mode)
-        self._generator.on_update = mode
 
     async def give_back_free_memory(self) -> None:
         give_back_free_memory()

@@ -1,5 +1,5 @@
 """`python -m bench sync`: our weight sync beside other methods, in one run.
 
 methods.py  the methods, which take turns; time, memory, and whether vLLM holds the trainer's weights
-report.py   medians, ratios, the figures that are aimed at, and their tables
+report.py   medians, ratios, and their tables
 """

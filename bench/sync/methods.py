@@ -38,7 +38,6 @@ from bench.replicas.nccl import NcclBaselines
 from bench.replicas.replica import BenchPool
 from bridge.config import Verify
 from bridge.export.source import WeightSource, whole_tensors
-from bridge.layout.bucket import plan_buckets
 from bridge.messages import Spans
 from bridge.send.publish import Publisher
 from bridge.transport.segment import FOLDER as SHARED_MEMORY
@@ -111,19 +110,18 @@ class SyncBench(BenchRank):
         if (lora := self.lora) is not None:
             merged = partial(self._stream, lora.merged, None)
             methods["lora merged"] = Way(merged, lora.engine, lora.merged, self.pool, self.whole)
-            adapter = partial(self._publish, lora.publisher, lora.pool, None)
+            adapter = partial(self._publish, lora.publisher, None)
             methods["lora adapter"] = Way(adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
         return methods
 
     def _stream(self, source: WeightSource, verify: Verify | None, version: int) -> Measured:
         self.swappable.source = source
-        return self._publish(self.whole, self.pool, verify, version)
+        return self._publish(self.whole, verify, version)
 
-    def _publish(self, publisher: Publisher, pool: BenchPool | None, verify: Verify | None, version: int) -> Measured:
+    def _publish(self, publisher: Publisher, verify: Verify | None, version: int) -> Measured:
         report = publisher.publish(version, verify)
         sent = {"messages": report.num_buckets, "bytes": report.num_bytes, "fallback_layers": len(report.loader_fallback)}
-        inside = [seconds_by_name(spans) for spans in pool.sync_spans()] if pool is not None else []
-        return {**sent, "seconds": report.seconds, "stages": seconds_by_name(report.stages), "replica_stages": inside}
+        return {**sent, "seconds": report.seconds, "stages": seconds_by_name(report.stages)}
 
     def floor(self, version: int) -> Measured:
         if self.nccl is None:
@@ -254,7 +252,7 @@ class SyncBench(BenchRank):
 
     def _describe(self) -> Measured:
         largest = max(self.manifest.tensors, key=lambda spec: spec.num_bytes)
-        described: Measured = {
+        return {
             "model": {
                 "parameters": sum(math.prod(spec.shape) for spec in self.manifest.tensors),
                 "bytes": self.manifest.total_bytes,
@@ -263,12 +261,6 @@ class SyncBench(BenchRank):
             },
             "bucket_bytes": self.config.sync.bucket_bytes,
         }
-        if self.lora is not None:
-            sync = self.lora.adapter.sync_config(self.config.sync)
-            buckets = plan_buckets(self.lora.adapter.manifest(), sync.bucket_bytes)
-            sent = sum(self.from_all(sum(bucket.num_bytes for bucket in buckets)))  # gaps of alignment count
-            described["adapter"] = {"bytes": self.lora.adapter_bytes, "bytes_sent": sent}
-        return described
 
 
 class PerExpertModel:

@@ -1,6 +1,6 @@
-"""`python -m bench train`: training speed and memory of several variants.
+"""`python -m bench train`: training speed and memory of one config.
 
-variants.py  starts the ranks of one variant after another, and their table
-rank.py      what each rank does
-flops.py     what a step costs by the sizes of a model
+rank.py     a trainer rank, which trains on random tokens and times it
+flops.py    operations of a step, by config.json
+report.py   the tables
 """

@@ -8,8 +8,6 @@ others.py        keys of verl, TRL and slime, and the keys here with the same me
 load.py          reads YAML files and `key=value` overrides; explains pydantic's errors
 named.py         imports functions and classes given as package.module:name
 errors.py        errors that name key, value, choices and remedy
-json_schema.py   writes the JSON schema for editors
-reference.py     writes docs/reference.md, a table of all keys
 own_packages.py  user files with the names of megasync's packages
 shipped.py       configs and other files that come with the package
 files.py         names, locks and atomic writes of a run's files

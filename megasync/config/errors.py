@@ -51,6 +51,12 @@ class ConfigError(ValueError):
         self.key, self.value = (named[1], named[2] or "") if named else ("", "")
         self.remedy = lines.get("remedy", "")
 
+    def about(self, key: str, other: str) -> ConfigError:
+        """The same error of a folder that `other` names, instead of `key`."""
+        lines = {name: text.replace(key, other) for name, text in self.lines.items()}
+        named = {} if key in self.headline else {"named_by": other}
+        return ConfigError(self.headline.replace(key, other), **named, **lines)
+
 
 def wrong(config: BaseModel, key: str, problem: str, **lines: str) -> ConfigError:
     """An error about the value of the key with the full name `key`."""

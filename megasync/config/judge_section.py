@@ -59,11 +59,14 @@ def _score(value: str) -> str:
     return value
 
 
-def _scale(value: tuple[float, float] | None) -> tuple[float, float] | None:
-    if value is not None and value[0] >= value[1]:
+def _scale(value: object) -> object:
+    if value is None:
+        return None
+    numbers = list(value) if isinstance(value, list | tuple) else []
+    if len(numbers) != 2 or any(type(each) not in (int, float) for each in numbers) or numbers[0] >= numbers[1]:
         lines = {"choices": "[LOWEST, HIGHEST]", "example": "[0,10]"}
-        raise PydanticCustomError("scale", "the first number must be below the second", lines)
-    return value
+        raise PydanticCustomError("scale", "two numbers are expected, the first below the second", lines)
+    return tuple(numbers)
 
 
 def _urls(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -71,10 +74,6 @@ def _urls(value: tuple[str, ...]) -> tuple[str, ...]:
         lines = {"url": wrong[0], "choices": "http://HOST:PORT/v1, https://HOST/v1", "example": "http://localhost:8000/v1"}
         raise PydanticCustomError("url", "{url} is no URL of a server", lines)
     return tuple(url.rstrip("/") for url in value)
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 class JudgeConfig(ReplicaKeys):
@@ -96,7 +95,7 @@ class JudgeConfig(ReplicaKeys):
     score: Annotated[str, AfterValidator(_score)] = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
     """Where the score stands in the reply: a regular expression whose one group is the number (its last match counts), or
     json:FIELD, a field of the last JSON object."""
-    scale: Annotated[tuple[float, float] | None, BeforeValidator(_as_tuple), AfterValidator(_scale)] = None
+    scale: Annotated[tuple[float, float] | None, BeforeValidator(_scale)] = None
     """Lowest and highest score, which become rewards of 0 and 1; a score outside of them counts as unparsed. null: the score is
     the reward."""
     on_unparsed: Literal["stop", "zero", "retry"] = "stop"
@@ -130,7 +129,8 @@ def _names(value: Any) -> Any:
     """Refuses names that cannot be part of a metric's name."""
     for name in value if isinstance(value, dict) else ():
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
-            lines = {"name": str(name), "choices": "names of letters, digits, - and _", "example": "quality.path=models/judge"}
+            lines = {"name": str(name), "choices": "names of letters, digits, - and _"}
+            lines["example"] = "'{quality: {path: models/judge}}'"
             raise PydanticCustomError("judge_name", "the name {name} is not usable in names of metrics", lines)
     return value
 

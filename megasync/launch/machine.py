@@ -1,4 +1,4 @@
-"""Packages, memory, shared memory and disk of this machine, and the findings of checks of it. No torch in here.
+"""Packages, shared memory and disk of this machine, and the findings of checks of it. No torch in here.
 
     check_shared_memory(free_bytes(MEMORY_FOLDER), segment_bytes(config, has_gpus=False))
 
@@ -17,14 +17,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from bridge.processes import MEMORY_FOLDER
 from megasync.config.files import existing
 from megasync.config.schema import Config
 
-CGROUPS = Path("/sys/fs/cgroup")
-NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number above it where there is no limit
 SKEW_SECONDS = 5.0  # between the clocks of two hosts
 SEGMENT_BUFFERS = 2  # of a sender (bridge/transport/segment.py)
 RAY_BYTES = 200 * 2**20 + 16 * 2**20  # the object store of a run's own Ray (ray_cluster.py), vLLM's queues
@@ -64,20 +60,6 @@ def free_bytes(folder: Path) -> int:
     return -1
 
 
-def available_memory(cgroups: Path = CGROUPS) -> int:
-    """Bytes of host memory that processes can still get, within the limit of the control group (version 1 or 2)."""
-    free = int(psutil.virtual_memory().available)
-    for folder, limit, used, cached in (
-        (cgroups, "memory.max", "memory.current", "inactive_file"),
-        (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with suppress(OSError, ValueError, KeyError):
-            most, now = (int((folder / name).read_text()) for name in (limit, used))
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            return free if most > NO_LIMIT_BYTES else min(free, most - now + int(counts[cached]))
-    return free
-
-
 def segment_bytes(config: Config, *, has_gpus: bool) -> int:
     """Shared memory that a sync by `shm` needs: two buckets for each stage's sender."""
     transport = config.sync.transport
@@ -87,13 +69,13 @@ def segment_bytes(config: Config, *, has_gpus: bool) -> int:
     return config.engine.parallel.pipeline * SEGMENT_BUFFERS * config.sync.bucket_bytes
 
 
-def check_shared_memory(free: int, needed: int = 0, folder: Path = MEMORY_FOLDER) -> Finding:
+def check_shared_memory(free: int, needed: int = 0) -> Finding:
     """`free`: bytes, -1 where there is no such folder; `needed`: `segment_bytes`."""
-    name, wanted = str(folder), needed + RAY_BYTES
+    name, wanted = str(MEMORY_FOLDER), needed + RAY_BYTES
     if free < 0:
-        return Finding(name, "error", "there is no such folder", f"mount -t tmpfs tmpfs {folder}")
+        return Finding(name, "error", "there is no such folder", f"mount -t tmpfs tmpfs {name}")
     size = f"{math.ceil(wanted / 2**30)}g"
-    remedy = f"docker: --shm-size={size}, Kubernetes: an emptyDir of medium Memory at {folder}; or a smaller sync.bucket_bytes"
+    remedy = f"docker: --shm-size={size}, Kubernetes: an emptyDir of medium Memory at {name}; or a smaller sync.bucket_bytes"
     if free < needed:
         return Finding(name, "error", f"{gib(free)} free, a sync needs {gib(needed)}", remedy)
     if free < wanted:

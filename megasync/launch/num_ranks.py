@@ -1,18 +1,10 @@
-"""How many trainer ranks a run gets on this machine when nobody says. No torch in here.
-
-python -m megasync.launch.num_ranks CONFIG.yaml [key=value ...]      # prints the number
-"""
+"""How many trainer ranks a run gets on this machine when nobody says. No torch in here."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
-from megasync.config.errors import ConfigError, main_errors
-from megasync.config.load import load_config
+from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.launch.cluster_room import Pool
-from megasync.launch.devices import visible_devices
 
 NUM_CPU_RANKS = 2
 
@@ -66,17 +58,3 @@ def default_num_ranks(config: Config, gpus: int) -> int:
             remedy=f"lower {last.key}.replicas or its tensor_parallel, or use a machine with more GPUs",
         )
     return left
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the number for a config."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if arguments else 2
-    with main_errors():
-        print(default_num_ranks(load_config(arguments[0], arguments[1:]), len(visible_devices())))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bridge.processes import MEMORY_FOLDER
 from megasync.config.errors import explain, some
 from megasync.config.own_packages import PACKAGES
 from megasync.config.schema import Config
@@ -26,7 +27,6 @@ from megasync.launch.machine import SKEW_SECONDS, check_shared_memory, free_byte
 HEADER_BYTES = 2**16  # of each compared file: the headers of safetensors and Parquet files, the first lines of JSONL
 MAX_FILES = 2000  # of a folder
 MAX_NAMES = 4  # of keys or packages in one line
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 SLOW_SHARE = 0.5  # of the median bandwidth
 REMEDIES = {  # by kind of fact: the headline after the node's name, and the remedy
     "code": ("other code than the other nodes", "check the same commit out on all nodes"),
@@ -90,7 +90,7 @@ def described(path: Path) -> str:
 
 def shared_memory_finding(host: str, *, has_rollouts: bool) -> tuple[str, bool]:
     """What is wrong with /dev/shm on this node, and whether it prevents the run; an empty text where nothing is."""
-    found = check_shared_memory(free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else -1)
+    found = check_shared_memory(free_bytes(MEMORY_FOLDER) if MEMORY_FOLDER.is_dir() else -1)
     if found.level == "ok" or (found.level == "warning" and not has_rollouts):
         return "", False
     return explain(f"{host}: {found.check}: {found.seen}", remedy=found.remedy), found.level == "error"
@@ -118,10 +118,7 @@ def differences(nodes: Mapping[str, Facts]) -> dict[str, str]:
 def judge(hosts: Sequence[str], results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
     """Errors and warnings. `results`: of probe.py, in the order of `hosts`; {} of a node that reported nothing in time."""
     errors = [error for seat, result in enumerate(results) for error in _node_errors(hosts, seat, result)]
-    rates = {
-        (seat, int(other)): rate for seat, result in enumerate(results) for other, rate in result.get("gb_per_second", {}).items()
-    }
-    return errors, slow_pairs(hosts, rates)
+    return errors, slow_links(hosts, [result.get("gb_per_second") for result in results])
 
 
 def _node_errors(hosts: Sequence[str], seat: int, result: Mapping[str, Any]) -> list[str]:
@@ -147,13 +144,9 @@ def _node_errors(hosts: Sequence[str], seat: int, result: Mapping[str, Any]) -> 
     return errors
 
 
-def slow_pairs(hosts: Sequence[str], rates: Mapping[tuple[int, int], float]) -> list[str]:
-    """The pairs below SLOW_SHARE of the median, the slowest first, and the node that all of them share, if there is one."""
-    median = statistics.median(rates.values()) if rates else 0.0
-    slow = sorted((rate, pair) for pair, rate in rates.items() if rate < SLOW_SHARE * median)
-    if not slow:
-        return []
-    shown = some(f"{hosts[source]} to {hosts[target]} {rate:.3g}" for rate, (source, target) in slow)
-    common = set.intersection(*(set(pair) for _, pair in slow)) if len(slow) > 1 and len(hosts) > 2 else set()
-    who = f"; {hosts[common.pop()]} is in all of them" if len(common) == 1 else ""
-    return [f"slow links, below half of the median of {median:.3g} GB/s: {shown}{who}"]
+def slow_links(hosts: Sequence[str], rates: Sequence[float | None]) -> list[str]:
+    """Links below SLOW_SHARE of the median. `rates`: GB/s from each host to the next one, of the last to the first."""
+    median = statistics.median(known) if (known := [rate for rate in rates if rate is not None]) else 0.0
+    pairs = zip(hosts, [*hosts[1:], hosts[0]], rates, strict=True)
+    slow = [f"{host} to {other} {rate:.3g}" for host, other, rate in pairs if rate is not None and rate < SLOW_SHARE * median]
+    return [f"slow links, below half of the median of {median:.3g} GB/s: {some(slow)}"] if slow else []

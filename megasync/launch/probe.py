@@ -30,7 +30,7 @@ dist: Any = distributed  # its stores are not typed
 SECONDS = 60
 CONNECT_SECONDS = 5.0
 FOLDER_SECONDS = 10.0  # within which a file must be visible on the other nodes
-CLOCK_ROUNDS, BANDWIDTH_ROUNDS = 5, 3
+BANDWIDTH_ROUNDS = 3
 NUM_BYTES = {"gloo": 4 * 2**20, "nccl": 256 * 2**20}
 
 
@@ -94,70 +94,32 @@ class Probe:
         return list(missing)
 
     def measure(self) -> dict[str, Any]:
-        """Seconds that the head's clock is ahead, whether an all-reduce is right, GB/s to each other node."""
+        """Seconds that the head's clock is ahead, whether an all-reduce is right, GB/s to the next node by seat."""
+        self.exchange("before clocks")  # all leave it within some milliseconds
+        clocks = self.exchange("clock", time.time())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         backends, limit = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo", timedelta(seconds=SECONDS)
         dist.init_process_group(backends, store=self.store, rank=self.seat, world_size=self.num_nodes, timeout=limit)
-        ahead = self._seconds_ahead()
         values = torch.full((NUM_BYTES[self.backend] // 4,), float(self.seat + 1), device=self.device)
         dist.all_reduce(values)
         is_right = bool((values == sum(range(1, self.num_nodes + 1))).all())
-        rates = self._bandwidths(values)
+        seconds = min(self._to_next(values) for _ in range(1 + BANDWIDTH_ROUNDS))  # the first one connects
         dist.destroy_process_group()
-        return {"ahead": ahead, "is_right": is_right, "gb_per_second": rates}
+        ahead, rate = clocks[0] - clocks[self.seat], values.nbytes / seconds / 1e9
+        return {"ahead": ahead, "is_right": is_right, "gb_per_second": rate}
 
-    def _seconds_ahead(self) -> float:
-        """Of the head's clock, by the shortest of several round trips, as NTP does."""
-        stamp, trips = torch.zeros(1, dtype=torch.float64), []
-        for other in range(1, self.num_nodes):
-            for _ in range(CLOCK_ROUNDS):
-                if self.seat == 0:
-                    dist.recv(stamp, other)
-                    dist.send(torch.tensor([time.time()], dtype=torch.float64), other)
-                elif self.seat == other:
-                    begin, tick = time.time(), time.monotonic()
-                    dist.send(stamp, 0)
-                    dist.recv(stamp, 0)
-                    took = time.monotonic() - tick
-                    trips.append((took, float(stamp[0]) - (begin + took / 2)))
-        return min(trips)[1] if trips else 0.0
-
-    def _bandwidths(self, values: torch.Tensor) -> dict[str, float]:
-        """To each other node; at any time a node talks to at most one other."""
-        found = {}
-        for pairs in tournament(self.num_nodes):
-            for source, target in [way for pair in pairs if self.seat in pair for way in (pair, pair[::-1])]:
-                self._send(values[:1], source, target)  # connects
-                seconds = min(self._send(values, source, target) for _ in range(BANDWIDTH_ROUNDS))
-                if self.seat == source:
-                    found[str(target)] = values.nbytes / seconds / 1e9
-            dist.barrier()
-        return found
-
-    def _send(self, values: torch.Tensor, source: int, target: int) -> float:
-        """Seconds until the target has acknowledged them."""
-        begin = time.monotonic()
-        if self.seat == source:
-            dist.send(values, target)
-            dist.recv(values[:1], target)
-        else:
-            dist.recv(values, source)
-            dist.send(values[:1], source)
+    def _to_next(self, values: torch.Tensor) -> float:
+        """Seconds in which all nodes send to the next one, in a ring."""
+        dist.barrier()
+        begin, received = time.monotonic(), torch.empty_like(values)
+        sending = dist.P2POp(dist.isend, values, (self.seat + 1) % self.num_nodes)
+        receiving = dist.P2POp(dist.irecv, received, (self.seat - 1) % self.num_nodes)
+        for work in dist.batch_isend_irecv([sending, receiving]):
+            work.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.monotonic() - begin
-
-
-def tournament(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which each pair of nodes meets once and no node is in two pairs (the circle method)."""
-    places = list(range(num_nodes)) + ([-1] if num_nodes % 2 else [])
-    rounds = []
-    for _ in range(len(places) - 1):
-        pairs = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
-        rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        places = [places[0], places[-1], *places[1:-1]]
-    return rounds
 
 
 def _accept(server: socket.socket) -> None:

@@ -13,7 +13,6 @@ import hashlib
 import re
 import shlex
 import string
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -23,7 +22,6 @@ from megasync.config.schema import Config
 from megasync.config.shipped import CLONE, clone, shipped
 from megasync.launch.cluster_room import Demand, placement_problem, pool_options
 from megasync.launch.num_ranks import pools, replica_gpus_of_node
-from megasync.launch.processes import REFUSED
 from megasync.launch.scope import LAST_PORT
 
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
@@ -168,10 +166,3 @@ def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int)
         "worker_resources": ", ".join(f"{name}: {amount}" for name, amount in resources.items()),
         "shm": given.shm,
     }
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        print(__doc__)
-        sys.exit(REFUSED)
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,6 @@ registry.py      names, units and meanings of all metrics
 learning.py      whether a run has learned: each figure rose, was flat or fell, with its standard error
 signs.py         signs of trouble in the metrics, as pure functions
 advisories.py    conditions that users should look at, with remedies
-reference.py     writes docs/metrics.md
 html/            the parts of the report
 page.py          one run or several as one HTML file
 watch.py         serves the report while the run is active

@@ -42,10 +42,10 @@ class RunLog:
     Each step is one line, flushed, so that a run that crashes keeps every finished step. `step` is the number of finished steps:
     the first step is 1, and an evaluation before it has step 0. `first_step` is the step that this process resumes from, 0 for a
     new run: existing lines of later steps are dropped, as are a truncated last line and an evaluation after `first_step`, which
-    is repeated. `tensorboard`: false for no loggers.
+    is repeated.
     """
 
-    def __init__(self, config: Config, *, first_step: int, write: bool, tensorboard: bool = True) -> None:
+    def __init__(self, config: Config, *, first_step: int, write: bool) -> None:
         self._folder = folder = config.run.folder
         self.timeline = Timeline(folder / TIMELINE_FILE if write else None, resume=first_step > 0)
         self._files: dict[str, TextIO] = {}
@@ -53,7 +53,6 @@ class RunLog:
         if write:
             save_config(config, folder / CONFIG_FILE)
             self._files = {name: _open_from(folder / name, first_step) for name in FILES}
-        if write and tensorboard:
             self._loggers = open_loggers(config, first_step)
         self._progress = make_progress(config.run.progress if write else "none", config.run.steps, first_step)
 

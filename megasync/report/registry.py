@@ -1,6 +1,6 @@
 """The registry of metrics: name, unit, meaning and chart of each, read from metrics.yaml.
 
-The report, the loggers' docs (reference.py) and error messages name metrics by it. Leaves out how metrics are computed
+The report, docs/metrics.md and error messages name metrics by it. Leaves out how metrics are computed
 (engine/objective/metrics.py, megasync/rollouts/, megasync/run/) and signs of trouble (signs.py). No torch in here.
 
     metric("reward/mean").label            # "Sampled reward"

@@ -17,23 +17,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.common.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
 from bridge.layout.manifest import read_folder_manifest
 from bench.config import METHODS, NEED_GPUS
-from bench.common.memory import PeakMeter, give_back_free_memory, mapped_bytes, status_bytes
 from bench.common.model import write_shapes
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
+MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
 POSSIBLE = [name for name in METHODS if name not in NEED_GPUS]
 CONFIG = str(ROOT / "configs" / "bench_cpu.yaml")
-MIB = 2**20
-TINY = ("hidden_size=64", "intermediate_size=128", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=32")
 
 
 def small(folder: Path) -> list[str]:
-    sizes = [f"bench.{size}" for size in (*TINY, "vocabulary_size=256", "rounds=1", "lora_rank=4", "num_prompts=6")]
+    sizes = [f"bench.{size}" for size in ("shapes=tiny", "rounds=1", "lora_rank=4", "num_prompts=6")]
     return [CONFIG, f"run.dir={json.dumps(str(folder))}", "sync.bucket_bytes=20000", *sizes]
 
 
@@ -57,8 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     overrides = ("engine.parallel.tensor=2", "bench.methods=[all,floor,unverified]")
     folder = tmp_path_factory.mktemp("a bench")
     results, printed = run("sync", folder, *overrides)
-    assert "disk_times_ours: " in printed
-    assert "lora_adapter_bytes: " in printed
+    assert "x ours" in printed
     return results
 
 
@@ -71,33 +69,29 @@ def test_all_methods_end_with_the_trainer_s_weights(results: dict) -> None:
 def test_results_say_what_was_measured(results: dict) -> None:
     assert {"torch", "mbridge", "ray", "megatron-core", "python"} <= results["versions"].keys()
     assert results["is_complete"]
-    assert results["config"]["bench"]["hidden_size"] == 64
+    assert results["config"]["bench"]["rounds"] == 1
     model, summary = results["model"], results["summary"]
-    assert model["largest_tensor"] == {"name": "model.embed_tokens.weight", "bytes": 256 * 64 * 4}
+    assert model["largest_tensor"] == {"name": "model.embed_tokens.weight", "bytes": 512 * 128 * 4}
     assert model["bytes"] == 4 * model["parameters"]
     assert list(summary) == POSSIBLE
     assert summary["stream"]["times_ours"] == 1
     assert summary["stream"]["bytes"] == summary["per_tensor"]["bytes"] == model["bytes"]
     assert summary["per_tensor"]["messages"] == model["tensors"]
     assert summary["disk"]["bytes"] > model["bytes"]
+    processes = results["rounds"][0]["extra_bytes"]
+    assert {"trainer rank 0", "trainer rank 1", "vLLM actor", "vLLM worker 0"} <= processes.keys()
+    assert processes.keys() == summary["disk"]["extra_bytes_most"].keys()
     stages = results["stage_seconds_median"]
     assert stages.keys() == {"stream", "unverified", "lora merged", "lora adapter"}
     assert all({"pause", "gather", "pack", "wait", "load", "commit"} <= part.keys() for part in stages.values())
-    processes = results["rounds"][0]["extra_bytes"]
-    assert {"trainer rank 0", "trainer rank 1", "vLLM actor", "vLLM worker 0"} <= processes.keys()
-    assert results["targets"]["stream_extra_bytes"]["at_most"] == 2 * 20000 + model["largest_tensor"]["bytes"]
 
 
 def test_lora_rows_count_what_is_sent(results: dict) -> None:
     """Once what training trains: 2 layers, rank 4, an A and a B beside each of megatron-core's linears."""
-    linears = ((64, 256), (128, 64), (64, 2 * 128), (128, 64))  # qkv, proj, fc1, fc2
+    linears = ((128, 256), (128, 128), (128, 2 * 256), (256, 128))  # qkv, proj, fc1, fc2
     trained = 2 * 4 * sum(inputs + outputs for inputs, outputs in linears) * 4
-    assert results["adapter"] == {"bytes": trained, "bytes_sent": trained}
     assert results["summary"]["lora adapter"]["bytes"] == trained
     assert results["summary"]["lora merged"]["bytes"] == results["model"]["bytes"]
-    assert results["targets"]["lora_adapter_bytes"] == {"is": trained, "at_most": int(1.01 * trained)}
-    assert results["targets"]["lora_merged_times_stream"]["at_most"] == 1.25
-    assert results["targets"]["stream_times_lora_adapter"]["at_least"] == 10
 
 
 def test_rollout_compares_both_methods_to_serve_lora_and_rounds_before_a_kill_are_kept(tmp_path: Path) -> None:
@@ -135,6 +129,13 @@ def test_no_process_and_no_shared_memory_is_left(results: dict) -> None:
     assert not list(Path("/dev/shm").glob("megasync-bench-*"))
 
 
+def test_experts_without_an_optimizer_change_and_are_exported(tmp_path: Path) -> None:
+    write_shapes(tmp_path, "tiny-moe", "float32", 64)
+    result = run_ranks(1, "tests.engine.engine_cases:negated_export", {"path": str(tmp_path)})[0]
+    assert result["negated"] == result["names"] == sorted(read_folder_manifest(tmp_path).by_name)
+    assert result["state_bytes"] == 0
+
+
 def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
     shared = Path("/dev/shm") / f"megasync-test-{os.getpid()}"
     try:
@@ -151,10 +152,3 @@ def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
         del kept
     finally:
         shared.unlink(missing_ok=True)
-
-
-def test_experts_without_an_optimizer_change_and_are_exported(tmp_path: Path) -> None:
-    write_shapes(tmp_path, "tiny-moe", "float32", 64)
-    result = run_ranks(1, "tests.engine.engine_cases:negated_export", {"path": str(tmp_path)})[0]
-    assert result["negated"] == result["names"] == sorted(read_folder_manifest(tmp_path).by_name)
-    assert result["state_bytes"] == 0

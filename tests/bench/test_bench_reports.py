@@ -33,11 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CONFIG = str(ROOT / "configs" / "bench_cpu.yaml")
 
-TINY = ("hidden_size=64", "intermediate_size=128", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=32")
-
 
 def small(folder: Path) -> list[str]:
-    sizes = [f"bench.{size}" for size in (*TINY, "vocabulary_size=256", "rounds=1", "lora_rank=4", "num_prompts=6")]
+    sizes = [f"bench.{size}" for size in ("shapes=tiny", "rounds=1", "lora_rank=4", "num_prompts=6")]
     return [CONFIG, f"run.dir={json.dumps(str(folder))}", "sync.bucket_bytes=20000", *sizes]
 
 
@@ -52,18 +50,17 @@ def test_lengths_have_their_median_and_a_long_tail(number: int, median: int, mor
 
 def test_a_replica_beside_vllm_is_compared_round_by_round(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = {"replica": (2.0, 8.0, 5.0), "vllm": (2.2, 8.0, 4.0)}
-    spent = {"asks": 1.0, "computes": 2.0}
     rounds = [
-        {"round": number, "method": name, "seconds": taken[number], "tokens": 100, "samples": 10, "cpu_seconds": spent}
+        {"round": number, "method": name, "seconds": taken[number], "tokens": 100, "samples": 10}
         for number in range(3)
         for name, taken in seconds.items()
     ]
     results = {"rounds": rounds, "same_tokens": 1.0, "config": BenchRoot().model_dump()}
     results |= summarise_rollout(results)
-    assert results["targets"]["replica_times_vllm"] == {"is": 1.0, "at_least": 0.95}
+    assert results["replica_times_vllm"] == 1.0
     assert results["summary"]["replica"]["samples_per_second_median"] == 2.0
     show_rollout(results)
-    assert "replica_times_vllm: 1; aimed at: at least 0.95" in capsys.readouterr().out
+    assert "at 1.000 times vLLM's speed" in capsys.readouterr().out
 
 
 def test_summary_takes_medians_and_the_highest_peaks() -> None:
@@ -73,15 +70,14 @@ def test_summary_takes_medians_and_the_highest_peaks() -> None:
         extra = {"seconds": seconds, "messages": 1, "bytes": 10, "extra_bytes": {"rank 0": peak, "worker": 1}}
         return {"method": method, **extra, "stages": {"pack": seconds / 2}}
 
-    rounds = [measured("stream", s, p) for s, p in ((1.0, 5), (2.0, 7), (9.0, 6))]
-    rounds += [measured("disk", s, 1) for s in (4.0, 8.0, 40.0)]
+    rounds = [measured("stream", seconds, peak) for seconds, peak in ((1.0, 5), (2.0, 7), (9.0, 6))]
+    rounds += [measured("disk", seconds, 1) for seconds in (4.0, 8.0, 40.0)]
     model = {"parameters": 1, "tensors": 1, "bytes": 4, "largest_tensor": {"name": "w", "bytes": 4}}
     results = {"rounds": rounds, "model": model, "bucket_bytes": 3}
     summary = sync_report.summarise(results)
     assert summary["summary"]["disk"]["times_ours"] == 4
+    assert summary["summary"]["stream"]["extra_bytes_most"] == {"rank 0": 7, "worker": 1}
     assert summary["stage_seconds_median"] == {"stream": {"pack": 1.0}}
-    assert summary["targets"]["stream_extra_bytes"] == {"is": 7, "at_most": 10}
-    assert summary["targets"].keys() == {"disk_times_ours", "stream_extra_bytes"}
     config = {"bench": {"num_ranks": 2, "rounds": 3}, "engine": {"wrap": "megatron_fsdp", "parallel": {"tensor": 1}}}
     sync_report.show({**results, **summary, "config": config})
 
@@ -115,8 +111,7 @@ def test_written_shapes_are_those_of_a_folder(tmp_path: Path, shapes: str) -> No
         ("bench.shapes=tiny-moe", "allowed: 0 to 0"),
         ("bench.rouns=2", "bench.rounds"),
         ("bench.rounds=0", "at least 1"),
-        ("bench.num_kv_heads=3", "not a multiple"),
-        ("bench.lora_rank=65", "0 to 64"),
+        ("bench.lora_rank=129", "0 to 128"),
         ("engine.lora.rank=4", "write bench.lora_rank=4"),
         ("engine.parallel.tensor=3", "does not divide 2 ranks"),
         ("run.dir=/proc/nowhere", "cannot be written"),
@@ -159,14 +154,7 @@ def test_a_model_of_ones_own_keeps_its_weights(tmp_path: Path) -> None:
     write_shapes(tmp_path / "model", "tiny", "float32", 64)
     overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "bench.shapes=3b", "bench.lora_rank=0"]
     config = prepare(load_config(CONFIG, overrides, BenchRoot), "rollout")
-    assert (config.bench.shapes, config.model.path) == ("none", str(tmp_path / "model"))
-
-
-def test_the_config_is_of_about_100_m_parameters() -> None:
-    sizes = load_config(CONFIG, root=BenchRoot).bench
-    attention = sizes.hidden_size * sizes.head_dim * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
-    layer = attention + 3 * sizes.hidden_size * sizes.intermediate_size
-    assert 95e6 < sizes.num_layers * layer + sizes.vocabulary_size * sizes.hidden_size < 105e6
+    assert (config.bench.shapes, config.model.path) == (None, str(tmp_path / "model"))
 
 
 def test_a_model_folder_that_is_not_there_is_refused() -> None:

@@ -1,6 +1,6 @@
 """A run's wall time by phase, and the timeline of the last steps and of the last sync as rows of bars.
 
-Phases come from the metrics, else from the timeline. Leaves out recording spans (report/timeline.py) and HTML (page.html).
+Phases come from the metrics. Leaves out recording spans (report/timeline.py) and HTML (page.html).
 
     phases(record)           # [("train", 61.2), ("waiting for rollouts", 40.1), ...] in seconds
 """
@@ -8,7 +8,7 @@ Phases come from the metrics, else from the timeline. Leaves out recording spans
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megasync.report.html.record import Record, Span
@@ -23,12 +23,9 @@ COLOURS = {  # span or phase -> number of a colour in report.css
     "evaluate": 3, "evaluation": 3, "sync": 2, "gather": 0, "pack": 4, "wait": 7, "load": 1, "commit": 3, "resume": 6, "begin": 5,
     "pause": 2,
 }  # fmt: skip
-NAMES = {  # phase in metrics or timeline -> name in the report
+NAMES = {  # phase in metrics -> name in the report
     "rollout": "waiting for rollouts",
-    "wait for rollout": "waiting for rollouts",
-    "wait": "waiting for rollouts",
     "log_probs": "log-probs",
-    "evaluate": "evaluation",
 }
 ORDER = ("train", "log-probs", "waiting for rollouts", "sync", "evaluation", "checkpoint", "scatter", "other")
 PREFIX, SUFFIX = "step/", "_seconds"
@@ -143,42 +140,11 @@ def _bar(span: Span, level: int, begin: float, length: float) -> Bar:
 
 
 def phases(record: Record) -> list[tuple[str, float]]:
-    """(phase, seconds) over all steps, the usual phases first; empty if neither metrics nor timeline have phases."""
-    found = _of_metrics(record) or _of_timeline(record)
-    names = [*ORDER, *(name for name in found if name not in ORDER)]
-    return [(name, found[name]) for name in names if found.get(name, 0.0) > 0]
-
-
-def _of_metrics(record: Record) -> dict[str, float]:
-    seconds: defaultdict[str, float] = defaultdict(float)
+    """(phase, seconds) over all steps, the usual phases first; empty if the metrics have none."""
+    found: defaultdict[str, float] = defaultdict(float)
     for key in record.keys:
         if key.startswith(PREFIX) and key.endswith(SUFFIX):
             name = key.removeprefix(PREFIX).removesuffix(SUFFIX)
-            seconds[NAMES.get(name, name.replace("_", " "))] += sum(record.values(key))
-    return dict(seconds)
-
-
-def _of_timeline(record: Record) -> dict[str, float]:
-    """Seconds by phase from the first trainer span to the last span; `other` is time that no span covers."""
-    trainer = [span for span in record.spans if span.track.partition("/")[0] == TRAINER]
-    if not trainer:
-        return {}
-    begin, end = trainer[0].begin, max(span.end for span in record.spans)
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for span in trainer:
-        seconds[NAMES.get(span.name, span.name)] += span.end - span.begin
-    beside = {"sync": [span for span in record.spans if span.track.partition("/")[0] == SYNC and span.begin >= begin]}
-    beside["evaluation"] = [span for span in record.spans if span.name == "evaluate" and span.begin >= begin]
-    for name, spans in beside.items():
-        seconds[name] += covered(spans)
-    seconds["other"] = max(0.0, end - begin - sum(seconds.values()))
-    return dict(seconds)
-
-
-def covered(spans: Iterable[Span]) -> float:
-    """Seconds that at least one of the spans covers; `spans` must be sorted by begin."""
-    total, until = 0.0, float("-inf")
-    for span in spans:
-        total += max(0.0, span.end - max(span.begin, until))
-        until = max(until, span.end)
-    return total
+            found[NAMES.get(name, name.replace("_", " "))] += sum(record.values(key))
+    names = [*ORDER, *(name for name in found if name not in ORDER)]
+    return [(name, found[name]) for name in names if found.get(name, 0.0) > 0]

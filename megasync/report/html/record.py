@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Record:
-    """A run's files. `name` is run.name, or the end of its path if several runs with the same name are compared."""
+    """A run's files. `name` is run.name, or its path if several runs with the same name are compared."""
 
     name: str
     folder: Path
@@ -129,30 +129,16 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def read_records(folders: Sequence[Path]) -> list[Record]:
-    """Reads several runs; if some share a name, all are named by the ends of their folders' paths."""
+    """Reads several runs; if some share a name, all are named by their folders."""
     records = [read_record(folder) for folder in folders]
-    names = [record.name for record in records]
-    if len(set(names)) == len(names):
+    if len({record.name for record in records}) == len(records):
         return records
-    return [replace(record, name=end) for record, end in zip(records, distinct_ends(folders), strict=True)]
-
-
-def distinct_ends(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths, with equally many parts, that are all different: a/b/rl, a/c/rl give b/rl, c/rl. Pure."""
-    parts = [folder.absolute().parts for folder in folders]
-    for number in range(1, max(map(len, parts))):
-        ends = [str(Path(*each[-number:])) for each in parts]
-        if len(set(ends)) == len(set(parts)):
-            return ends
-    return list(map(str, folders))
+    return [replace(record, name=str(folder)) for record, folder in zip(records, folders, strict=True)]
 
 
 def _spans(trace: dict[str, Any]) -> list[Span]:
     """Spans of a Chrome trace, sorted by begin."""
     tracks = {(pid, tid): track for track, (pid, tid) in trace.get("tracks", {}).items()}
-    for event in trace.get("traceEvents", ()):
-        if event["ph"] == "M" and event["name"] == "process_name":  # of timelines without `tracks`
-            tracks.setdefault((event["pid"], event["tid"]), event["args"]["name"])
     spans = [
         Span(
             name=event["name"],

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +66,13 @@ def write_assets(folder: Path, seed: int, dtype: str = "float32", shapes: str = 
     return assets
 
 
+def assets_in(folder: Path) -> Assets:
+    return Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
+
+
 def write_data(folder: Path, train: Lines, held_out: Lines) -> Assets:
     """Writes the two data files below `folder`; returns all paths."""
-    assets = Assets(folder / "model", folder / "train.jsonl", folder / "held_out.jsonl")
+    assets = assets_in(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path, lines in ((assets.train, train), (assets.held_out, held_out)):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -168,7 +171,3 @@ def _option(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"--task-options {text}: key=value is expected", example="max_terms=4")
     return name, yaml.safe_load(value)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

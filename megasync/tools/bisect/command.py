@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import DTYPE_BYTES, ParallelConfig
-from megasync.checks.sizes import check_cache
-from megasync.config.errors import main_errors
+from megasync.checks.sizes import cache_errors
+from megasync.config.errors import main_errors, refuse
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
 from megasync.models.folder import model_shape
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str], serve: Serve = served_unwarmed) -> int:
             chosen = choose(given.run, scratch, given.step, given.overrides)
             config = for_one_replica(chosen.served)
             check_servable(config)
-            check_cache(config, model_shape(Path(config.model.path)))
+            refuse(cache_errors(config, model_shape(Path(config.model.path))))
             prompts = Prompts(config.model.path, config.data)
             response = recorded(given.run, prompts, chosen.step, given.prompt)
             if response is not None:
@@ -190,7 +190,3 @@ def show(chosen: Chosen, response: Response, found: Finding, given: argparse.Nam
         print(json_text(as_json(chosen.name, response, found), indent=2))
     else:
         print("\n".join(lines(chosen.name, response, found, given.swap)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -77,9 +77,9 @@ def _of_line(line: dict[str, Any], prompts: Prompts, step: int | None) -> Respon
     return Response(tuple(prompt), tuple(whole), description, *log_probs) if prompt and whole else None
 
 
-def generated(pool: ReplicaPool, prompts: Prompts, config: Config, prompt_ids: Sequence[int] | None = None) -> Response:
+def generated(pool: ReplicaPool, prompts: Prompts, config: Config) -> Response:
     """By a replica, at the run's temperature; of a prompt that is longer than the replica takes, the beginning."""
-    ids = tuple(prompt_ids or prompts.tokenizer.encode(NEW_PROMPT, add_special_tokens=False))
+    ids = tuple(prompts.tokenizer.encode(NEW_PROMPT, add_special_tokens=False))
     most, limit = min(NEW_TOKENS, config.rollout.max_new_tokens), config.rollout.max_model_len
     ids = ids if limit is None else ids[: max(1, limit - most)]
     request = GenerationRequest(prompt_ids=ids, max_new_tokens=most, temperature=config.rollout.temperature)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
@@ -65,7 +64,3 @@ def show(findings: Iterable[Finding]) -> list[Finding]:
 def exit_code(findings: Sequence[Finding]) -> int:
     """1 where training would fail."""
     return int(any(finding.level == "error" for finding in findings))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -65,10 +65,6 @@ def _software(there: list[gpus.Gpu], given: Mapping[str, str]) -> Iterator[Findi
 
 
 def _network(given: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
-    yield network.check_loopback()
-    if network.PORT_RANGE.is_file():
-        first, last = map(int, network.PORT_RANGE.read_text().split())
-        yield network.check_ports(first, last)
     yield network.check_proxy(given)
     if software.cuda_of_torch() is not None:  # else `packages` says that torch is missing
         for backend in ("gloo", "nccl") if num_gpus > 1 else ("gloo",):

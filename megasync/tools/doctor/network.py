@@ -1,10 +1,9 @@
-"""The loopback, through which all processes of a run on one machine communicate, ports and proxies; NCCL and gloo."""
+"""Proxies; NCCL, and gloo over the loopback, through which all processes of a run on one machine communicate."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,40 +13,13 @@ from pathlib import Path
 from megasync.launch.machine import Finding
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK
 
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-MIN_PORTS = 1000  # a run of a few replicas has some hundred connections
-CONNECT_SECONDS, PROBE_SECONDS = 5.0, 120.0
+PROBE_SECONDS = 120.0
 ROOT = Path(__file__).resolve().parents[3]
 MIN_NCCL_GB_PER_SECOND = 5.0  # below it NCCL goes through host memory, or PCIe of one lane
 REMEDIES = {
-    "gloo": "unset GLOO_SOCKET_IFNAME, or let it name an interface that `ip addr` lists; check that torch can be imported",
+    "gloo": "unset GLOO_SOCKET_IFNAME, or let it name an interface of `ip addr`; ip link set lo up; is torch importable?",
     "nccl": "run it again with NCCL_DEBUG=INFO; see driver, /dev/shm and NCCL_* variables; is it P2P? try NCCL_P2P_DISABLE=1",
 }
-
-
-def check_loopback(address: str = LOOPBACK) -> Finding:
-    """A connection to a free port of this machine."""
-    try:
-        with socket.create_server((address, 0)) as server:
-            server.settimeout(CONNECT_SECONDS)
-            with socket.create_connection(server.getsockname(), timeout=CONNECT_SECONDS) as client:
-                accepted, _ = server.accept()
-                with accepted:
-                    client.sendall(b"probe")
-                    accepted.settimeout(CONNECT_SECONDS)
-                    accepted.recv(5)
-    except OSError as problem:
-        remedy = f"ip link set lo up; let no firewall refuse connections from {address} to itself"
-        return Finding("loopback", "error", f"{address}: {problem.strerror or problem}", remedy)
-    return Finding("loopback", "ok", f"{address} answers")
-
-
-def check_ports(first: int, last: int) -> Finding:
-    """The range of ports that Linux assigns by itself."""
-    seen = f"{max(0, last - first + 1)} to assign, {first} to {last}"
-    if last - first + 1 < MIN_PORTS:
-        return Finding("ports", "warning", seen, "sysctl -w net.ipv4.ip_local_port_range='32768 60999'")
-    return Finding("ports", "ok", seen)
 
 
 def check_proxy(environment: Mapping[str, str]) -> Finding:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 
 from engine.config import DTYPE_BYTES
 from megasync.config.schema import Config
 from megasync.launch.machine import Finding, gib
-from megasync.tools.plan import version_log
 
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 1024, 4096  # Ray warns below the second (ray/_private/services.py)
+# of a version's bytes, at small learning rates (docs/verify.md): larger ones, or new optimizers, change more weights
+DELTA_SHARE = {"bfloat16": 0.005, "float16": 0.005, "float32": 0.6}
 SAVED_BYTES = 12  # of a parameter, in a checkpoint beside the weights: Adam's two moments and the main weight, float32
 
 
@@ -35,7 +37,19 @@ def disk_bytes(config: Config, parameters: int) -> int:
         kept = min(config.checkpoint.keep + 1, -(-config.run.steps // every)) if every else 0
         needed += kept * (weights + parameters * SAVED_BYTES)
         needed += weights if config.checkpoint.resume == "newest_weights" else 0  # rebuilt at the start (run/checkpoints.py)
-    return needed + version_log.disk_bytes(config, parameters)
+    return needed + log_bytes(config, parameters)
+
+
+def log_bytes(config: Config, parameters: int) -> int:
+    """Of the log of versions, at the end of a run without interruptions: each resumed process begins with a whole version."""
+    if config.algorithm.name != "grpo" or config.sync.log != "deltas":
+        return 0
+    every, versions = config.sync.log_full_every, config.run.steps + 1
+    if config.sync.log_keep is not None:
+        versions = min(versions, config.sync.log_keep + every)  # the oldest kept version is made of up to `every` before it
+    whole = math.ceil(versions / every)
+    weights = parameters * DTYPE_BYTES[config.model.dtype]
+    return round(weights * (whole + (versions - whole) * DELTA_SHARE[config.model.dtype]))
 
 
 def bytes_below(folder: Path) -> int:

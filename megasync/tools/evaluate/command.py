@@ -213,7 +213,3 @@ def table(found: dict[str, Any]) -> str:
             shown.append(f"  {values['failed']} of {number} episodes failed: they count with reward 0")
         shown += [f"  {metric:<8} {Estimate(**values[metric])}" for metric in values if "@" in metric]
     return "\n".join([*shown, "in brackets the 95 % confidence interval over prompts"])
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -109,7 +109,3 @@ def check_lengths(config: Config, asked: Evaluation, prompts: Prompts) -> None:
         message = f"prompt {example.line}: its {length} tokens and {response} new ones are more than the {limit} that fit"
         remedy = f"write --max-new-tokens {max(1, limit - length)}, or shorten it"
         refuse_if(length + response > limit, message, remedy=remedy)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

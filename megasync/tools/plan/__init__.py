@@ -9,7 +9,6 @@ lengths.py        lengths of prompts and responses (no torch)
 hardware.py       GPUs, and the constants in measured.json (no torch)
 memory.py         bytes of a trainer rank by part
 replicas.py       bytes of a vLLM worker by part (no torch)
-version_log.py    bytes of sync.log (no torch)
 seconds.py        seconds of a step and its parts
 make.py           a Plan of all of it
 text.py           a plan for the terminal

@@ -2,7 +2,7 @@
 
 Needs no GPU, and of the model its config.json alone. Exit code 0: it fits; 1: it does not; 2: training would refuse the config.
 
-    megasync plan CONFIG [key=value ...] [--gpus N] [--gpu h100|h200|a100|b200|cpu] [--json FILE]
+    megasync plan CONFIG [key=value ...] [--gpus N] [--gpu h100|h200|a100|b200] [--json FILE]
     megasync plan --compare RUN
 """
 
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     help_ = "override a key of the file, such as engine.wrap=ddp"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: those here, else the fewest possible)")
-    parser.add_argument("--gpu", choices=KINDS, help="their kind (default: that of the GPUs here, else cpu)")
+    parser.add_argument("--gpu", choices=KINDS, help="their kind (default: that of the GPUs here)")
     help_ = "default: half of rollout.max_new_tokens; of supervised steps as in data.train"
     parser.add_argument("--mean-response-tokens", type=float, metavar="N", help=help_)
     parser.add_argument("--mean-prompt-tokens", type=int, metavar="N", help="default: of data.train, if it can be read, else 128")
@@ -77,7 +76,3 @@ def _plan(given: argparse.Namespace) -> int:
     if given.json:
         write_atomically(given.json, json.dumps(plan.as_dict(), indent=1) + "\n")
     return int(bool(plan.problems))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

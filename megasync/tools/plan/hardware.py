@@ -11,28 +11,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-KINDS = ("h100", "h200", "a100", "b200", "cpu")
+KINDS = ("h100", "h200", "a100", "b200")
 GIB = 2**30
 MEASURED = Path(__file__).with_name("measured.json")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of a rank. On CPUs the device is the host, whose memory all processes share; it has no speeds."""
+    """The GPU of a rank."""
 
     kind: str
     memory_bytes: int
-    flops: float = 0.0  # of matrix products in 16 bits, data sheet
-    float32_flops: float = 0.0  # without tensor cores, data sheet
-    bandwidth: float = 0.0  # bytes/s of its memory that kernels reach
-    link: float = 0.0  # bytes/s to another device, one way
-    host_link: float = 0.0  # bytes/s to host memory
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.kind == "cpu"
+    flops: float  # of matrix products in 16 bits, data sheet
+    float32_flops: float  # without tensor cores, data sheet
+    bandwidth: float  # bytes/s of its memory that kernels reach
+    link: float  # bytes/s to another device, one way
+    host_link: float  # bytes/s to host memory
 
 
 @cache
@@ -52,8 +46,6 @@ def num_bytes(name: str) -> int:
 
 def hardware(kind: str) -> Hardware:
     """One of KINDS."""
-    if kind == "cpu":
-        return Hardware("cpu", psutil.virtual_memory().total)
     gpu = measured()["gpus"][kind]
     return Hardware(
         kind,
@@ -68,4 +60,4 @@ def hardware(kind: str) -> Hardware:
 
 def kind_of(name: str) -> str | None:
     """One of KINDS by the name that nvidia-smi or torch gives a GPU; None: an unknown GPU."""
-    return next((kind for kind in KINDS[:-1] if kind in name.lower()), None)
+    return next((kind for kind in KINDS if kind in name.lower()), None)

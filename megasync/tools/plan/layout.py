@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.launch.devices import gpu_names, visible_devices
-from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks, num_replica_gpus, num_teacher_gpus
-from megasync.tools.plan.hardware import Hardware, hardware, kind_of
+from megasync.launch.num_ranks import default_num_ranks, num_replica_gpus, num_teacher_gpus
+from megasync.tools.plan.hardware import KINDS, Hardware, hardware, kind_of
 from megasync.tools.plan.lengths import PROMPT_TOKENS, lengths_of_data, mean_response_tokens, quantiles
 
 
@@ -36,9 +36,10 @@ class Request:
             ConfigError: the GPUs are too few or of an unknown kind, or a flag is out of bounds.
         """
         names = gpu_names()
-        kind = given.gpu or next(filter(None, map(kind_of, names)), "cpu")
-        if names and given.gpu is None and kind == "cpu":
-            raise ConfigError(f"{names[0]}: its speed is not known", remedy="name a similar kind, such as --gpu a100")
+        kind = given.gpu or next(filter(None, map(kind_of, names)), None)
+        if kind is None:
+            problem = f"{names[0]}: its speed is not known" if names else "this machine has no GPU"
+            raise ConfigError(problem, choices=", ".join(KINDS), remedy="name a kind, such as --gpu h100")
         mean = mean_response_tokens(config, given.mean_response_tokens, given.run)
         prompts, answers = zip(*found, strict=True) if (found := lengths_of_data(config)) else ((PROMPT_TOKENS,), ())
         prompt = given.mean_prompt_tokens or round(statistics.fmean(prompts))
@@ -46,15 +47,13 @@ class Request:
             answers = ()
         else:
             mean = statistics.fmean(answers)
-        return Request(_num_ranks(config, given.gpus, kind), hardware(kind), mean, prompt, answers)
+        return Request(_num_ranks(config, given.gpus), hardware(kind), mean, prompt, answers)
 
 
-def _num_ranks(config: Config, num_gpus: int | None, kind: str) -> int:
+def _num_ranks(config: Config, num_gpus: int | None) -> int:
     """All GPUs but the replicas'; without a number those of this machine, or as few as the layout and the replicas need."""
     parallel = config.engine.parallel
     fewest = parallel.tensor * parallel.pipeline * math.lcm(parallel.context, parallel.expert)
-    if kind == "cpu":
-        return num_gpus or max(NUM_CPU_RANKS, fewest)
     beside = num_replica_gpus(config) + num_teacher_gpus(config)
     return default_num_ranks(config, num_gpus or len(visible_devices()) or fewest + beside)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,9 @@ from megasync.config.schema import Config
 from megasync.launch.num_ranks import num_teacher_gpus
 from megasync.models.folder import model_shape
 from megasync.models.model_shape import ModelShape
-from megasync.report.log import TRAINING_DEVICE, WORKER_DEVICE, WORKER_PEAK
+from megasync.report.log import TRAINING_DEVICE, WORKER_DEVICE
 from megasync.tools.plan import seconds as times
-from megasync.tools.plan import version_log
-from megasync.tools.plan.hardware import GIB, Hardware, constant, num_bytes
+from megasync.tools.plan.hardware import GIB, constant
 from megasync.tools.plan.layout import Grid, Request, Work
 from megasync.tools.plan.memory import (
     OFFLOADED,
@@ -50,13 +50,12 @@ class Plan:
     stages: tuple[Stage, ...]
     worker: WorkerMemory | None
     num_parameters: int
-    seconds: times.StepSeconds | None  # None: on CPUs
-    bound_by_host: tuple[str, ...]  # phases in which GPUs wait for launches of kernels
+    seconds: times.StepSeconds
 
     @property
     def problems(self) -> dict[str, dict[str, int]]:
         """Parts of the memory of each process that does not fit, by a sentence about it."""
-        return _on_one_machine(self) if self.request.hardware.is_cpu else _on_gpus(self)
+        return _problems(self)
 
     @property
     def largest(self) -> Stage:
@@ -69,17 +68,10 @@ class Plan:
         return self.request.num_ranks + own + num_teacher_gpus(self.config)
 
     @property
-    def version_log_bytes(self) -> int:
-        """On the disk, at the end."""
-        return version_log.disk_bytes(self.config, self.num_parameters)
-
-    @property
-    def predicted(self) -> dict[str, float | None]:
+    def predicted(self) -> dict[str, float]:
         """Of the first rank, a worker and a step, by the names in metrics.jsonl and summary.json."""
         first, worker, rollout = self.stages[0].memory, self.worker, self.config.rollout
-        if self.seconds is None:
-            return {"memory/host_peak_bytes": first.host, WORKER_PEAK: worker.host if worker else None}
-        found: dict[str, float | None] = {
+        found: dict[str, float] = {
             "memory/host_peak_bytes": first.host,
             "memory/tensors_peak_bytes": first.tensors_peak,
             "memory/device_bytes": first.device,
@@ -107,14 +99,13 @@ class Plan:
             "parameters": self.num_parameters,
             "trainer": [{"stage": stage.number, **dataclasses.asdict(stage.memory)} for stage in self.stages],
             "replica": None if self.worker is None else {"parts": self.worker.parts, "device_bytes": self.worker.total},
-            "version_log_bytes": self.version_log_bytes,
-            "seconds": None if self.seconds is None else self.seconds._asdict(),
+            "seconds": self.seconds._asdict(),
             "problems": list(self.problems),
             "predicted": self.predicted,
         }
 
 
-def check(config: Config, num_ranks: int, *, on_gpus: bool) -> ModelShape:
+def check(config: Config, num_ranks: int) -> ModelShape:
     """Checks sizes and layout by training's own rules. Weights and data need not be there.
 
     Raises:
@@ -122,7 +113,7 @@ def check(config: Config, num_ranks: int, *, on_gpus: bool) -> ModelShape:
     """
     check_settings(config, num_ranks)
     shape = model_shape(config.model.path)
-    check_layout(config, shape, num_ranks, on_gpus=on_gpus)
+    check_layout(config, shape, num_ranks, on_gpus=True)
     return shape
 
 
@@ -132,38 +123,38 @@ def make_plan(config: Config, request: Request) -> Plan:
     Raises:
         ConfigError: see `check`.
     """
-    hardware, is_cpu = request.hardware, request.hardware.is_cpu
-    shape = check(config, request.num_ranks, on_gpus=not is_cpu)
+    shape = check(config, request.num_ranks)
     grid, work = Grid.of(config, request.num_ranks), Work.of(config, request)
     lengths = work.sequences(
         work.microbatch_tokens(grid), multiple_of_tokens(config.engine, shape.num_experts, shape.num_experts_per_tok)
     )
     last = grid.pipeline - 1
     numbers = range(grid.pipeline) if grid.pipeline <= MAX_STAGES else (0, 1, last - 1, last)
-    traced = [_trace(config, hardware, number, lengths) for number in numbers]
+    traced = [_trace(config, number, lengths) for number in numbers]
     stages = tuple(
-        Stage(number, counts, stage_memory(config, hardware, grid, work, number, counts, found))
+        Stage(number, counts, stage_memory(config, grid, work, number, counts, found))
         for number, (counts, found, _) in zip(numbers, traced, strict=True)
     )
     num_parameters = _of_all(grid, [stage_parameters(stage.counts, grid) for stage in stages])
     worker = None
     if config.algorithm.name == "grpo":
         sent = max(sent_bytes(config, stage.counts, grid) for stage in stages)
-        worker = worker_memory(config, shape, num_parameters, hardware, sent)
-    plan = Plan(config, request, grid, work, stages, worker, num_parameters, None, ())
-    return plan if is_cpu else _with_seconds(plan, shape, traced[0][2])
+        worker = worker_memory(config, shape, num_parameters, request.hardware, sent)
+    on = times.Machine(config, request.hardware, grid, work, traced[0][2])
+    seconds = _seconds(on, shape, stages, num_parameters, worker)
+    return Plan(config, request, grid, work, stages, worker, num_parameters, seconds)
 
 
-def _trace(config: Config, hardware: Hardware, number: int, lengths: tuple[int, ...]) -> tuple[Counts, Activations, Any]:
+def _trace(config: Config, number: int, lengths: tuple[int, ...]) -> tuple[Counts, Activations, Any]:
     """Of one stage: its parameters, a micro-batch's activations, and the multiplications of the whole model."""
     parallel = config.engine.parallel
     alone = Grid.of(config, parallel.tensor * parallel.pipeline * math.lcm(parallel.context, parallel.expert))
-    is_fused = config.engine.fusions == "all" or (config.engine.fusions == "auto" and not hardware.is_cpu)
-    engine = config.engine.model_copy(update={"fusions": "all" if is_fused else "none"})  # no device is asked
+    fusions = "none" if config.engine.fusions == "none" else "all"  # no device is asked
+    engine = config.engine.model_copy(update={"fusions": fusions})
     has_entropy = config.algorithm.name == "grpo" and config.algorithm.log_entropy
     with world(alone.num_ranks, alone.stage_rank(number), parallel):
         rank = build_rank(config.model, engine)
-        found = trace(rank, engine, lengths, has_entropy=has_entropy, on_cpu=hardware.is_cpu)
+        found = trace(rank, engine, lengths, has_entropy=has_entropy)
         return rank.counts, found, times.Multiplications.of(rank.bridge)
 
 
@@ -172,10 +163,11 @@ def _of_all(grid: Grid, sizes: list[int]) -> int:
     return sum(sizes) + sizes[len(sizes) // 2] * (grid.pipeline - len(sizes))
 
 
-def _with_seconds(plan: Plan, shape: ModelShape, model: times.Multiplications) -> Plan:
-    config, hardware, algorithm = plan.config, plan.request.hardware, plan.config.algorithm
-    on = times.Machine(config, hardware, plan.grid, plan.work, model)
-    counts = max((stage.counts for stage in plan.stages), key=lambda each: each.trained)
+def _seconds(
+    on: times.Machine, shape: ModelShape, stages: Sequence[Stage], num_parameters: int, worker: WorkerMemory | None
+) -> times.StepSeconds:
+    config, algorithm = on.config, on.config.algorithm
+    counts = max((stage.counts for stage in stages), key=lambda each: each.trained)
     train, alone = times.train_seconds(on, counts)
     is_grpo = algorithm.name == "grpo"
     passes = int(is_grpo and (algorithm.steps_per_batch > 1 or algorithm.old_log_probs == "separate"))
@@ -187,33 +179,18 @@ def _with_seconds(plan: Plan, shape: ModelShape, model: times.Multiplications) -
         "sync": 0.0,
         "moving": 0.0,
     }
-    bound = ["training"] * (times.launch_seconds(on) > 0.8 * train)
-    generation = times.Generation(0.0, 0.0, is_bound_by_host=False)
-    if plan.worker is not None:
-        sent = _of_all(plan.grid, [sent_bytes(config, stage.counts, plan.grid) for stage in plan.stages])
+    generation = times.Generation(0.0, 0.0)
+    if worker is not None:
+        sent = _of_all(on.grid, [sent_bytes(config, stage.counts, on.grid) for stage in stages])
         parts["sync"] = times.sync_seconds(on, sent)
-        generation = times.generation_seconds(on, shape, plan.num_parameters, plan.worker)
-        bound += ["generation"] * generation.is_bound_by_host
+        generation = times.generation_seconds(on, shape, num_parameters, worker)
         if config.rollout.is_colocated:
-            away = offloaded_bytes(plan.stages[0].memory.parts, config)
-            parts["moving"] = 2 * away / hardware.host_link + constant("sleep")
-    return dataclasses.replace(plan, seconds=times.step_seconds(config, parts, generation), bound_by_host=tuple(bound))
+            away = offloaded_bytes(stages[0].memory.parts, config)
+            parts["moving"] = 2 * away / on.hardware.host_link + constant("sleep")
+    return times.step_seconds(config, parts, generation)
 
 
-def _on_one_machine(plan: Plan) -> dict[str, dict[str, int]]:
-    """Of CPUs, where all processes share the memory."""
-    rollout, memory = plan.config.rollout, plan.largest.memory
-    parts = {"trainer ranks": (memory.host - memory.version_log) * plan.grid.num_ranks}
-    parts["copies of versions"] = memory.version_log * plan.grid.pipeline  # one rank of each stage has one
-    parts["copies of versions"] += version_log.workers_bytes(plan.config, plan.num_parameters)
-    if plan.worker is not None:
-        parts["vLLM workers"] = plan.worker.host * rollout.replicas * rollout.tensor_parallel
-        parts["replicas"] = num_bytes("host_cpu_replica") * rollout.replicas
-    total, room = sum(parts.values()), plan.request.hardware.memory_bytes
-    return {f"all processes take {gib(total)} GiB of this machine's {gib(room)} GiB": parts} if total > room else {}
-
-
-def _on_gpus(plan: Plan) -> dict[str, dict[str, int]]:
+def _problems(plan: Plan) -> dict[str, dict[str, int]]:
     found, room, worker, config = dict[str, dict[str, int]](), plan.request.hardware.memory_bytes, plan.worker, plan.config
     asleep = worker.asleep if worker is not None and config.rollout.is_colocated else 0
     for stage in plan.stages:

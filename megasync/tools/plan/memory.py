@@ -17,15 +17,13 @@ from engine.config import DTYPE_BYTES, EngineConfig
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
 from megasync.config.schema import Config
 from megasync.config.teacher_section import START
-from megasync.tools.plan import version_log
-from megasync.tools.plan.hardware import Hardware, num_bytes
+from megasync.tools.plan.hardware import num_bytes
 from megasync.tools.plan.layout import Grid, Work
 from megasync.tools.plan.meta.activations import Activations
 from megasync.tools.plan.meta.ranks import Counts
 
 COMMUNICATION_UNIT = 1_000_000_000  # elements of gradients that wait for their reduction; half as many are gathered ahead
 RESERVED_SHARE = 0.02  # of allocated bytes, that torch's allocator reserves beside them
-HEAP_HOLES = 0.45  # of activations, on a CPU: malloc's heap keeps them where sizes differ from step to step
 OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12, "float16": 12}  # Adam's moments, and main weights in float32
 OFFLOADED = {  # parts by the values of rollout.offload_trainer
     "parameters": ("weights", "embeddings, gathered", "reference", "teacher"),
@@ -43,7 +41,6 @@ class RankMemory:
     step: int
     outside: int  # of torch's allocator: CUDA's context, NCCL
     host: int
-    version_log: int = 0  # of `host`: a sender's copy of the weights
 
     @property
     def tensors_peak(self) -> int:
@@ -90,10 +87,10 @@ def state_bytes(counts: Counts, engine: EngineConfig, dtype: str, grid: Grid) ->
 
 
 def stage_memory(
-    config: Config, hardware: Hardware, grid: Grid, work: Work, number: int, counts: Counts, found: Activations
+    config: Config, grid: Grid, work: Work, number: int, counts: Counts, found: Activations
 ) -> RankMemory:
     """Of each rank of stage `number`, whose micro-batches have the activations `found`."""
-    engine, dtype, is_grpo, is_cpu = config.engine, config.model.dtype, config.algorithm.name == "grpo", hardware.is_cpu
+    engine, dtype, is_grpo = config.engine, config.model.dtype, config.algorithm.name == "grpo"
     gathers = SHARDS_PARAMETERS[engine.wrap] and grid.shards > 1
     state = state_bytes(counts, engine, dtype, grid)
     if gathers:  # parameters outside of the layers stay gathered between steps
@@ -108,23 +105,22 @@ def stage_memory(
     passes["activations"] += round(found.held * (grid.in_flight(number, work.num_microbatches(grid)) - 1))
     fixed = {
         "sync buckets": 2 * min(config.sync.bucket_bytes, sent_bytes(config, counts, grid)) if is_grpo else 0,
-        "workspaces": 0 if is_cpu else num_bytes("workspaces"),
+        "workspaces": num_bytes("workspaces"),
     }
     parts = {name: size for name, size in {**state, **passes, **fixed}.items() if size}
     step = sum(state.values()) + sum(fixed.values())
     in_passes = step + sum(passes.values()) - (state["optimizer"] if engine.optimizer.offload else 0)
     if engine.gradient_dtype == dtype == "bfloat16":  # copies of gradients in float32
         step += state["optimizer"] // 3
-    log = version_log.copy_bytes(config, stage_parameters(counts, grid))
-    if is_cpu:
-        own = num_bytes("host_cpu_rank") + max(in_passes, step) + round(HEAP_HOLES * passes["activations"])
-        return RankMemory(parts, in_passes, step, 0, own + log, log)
     outside = num_bytes("trainer")
     if is_grpo:
         outside += num_bytes("trainer_rollouts") + (0 if config.rollout.is_colocated else num_bytes("nccl"))
-    host = num_bytes("host_gpu_rank") + offloaded_bytes(parts, config) + log + _checkpoint_bytes(state, config, grid)
+    host = num_bytes("host_rank") + offloaded_bytes(parts, config) + _checkpoint_bytes(state, config, grid)
+    if is_grpo:  # the log of versions and the transport each compare with a copy of the previous version
+        copies = (config.sync.log == "deltas") + (config.sync.transport == "delta")
+        host += copies * stage_parameters(counts, grid) * DTYPE_BYTES[dtype]
     loading = num_bytes("host_loading") + counts.whole * DTYPE_BYTES[dtype]
-    return RankMemory(parts, in_passes, step, outside, max(loading, host), log)
+    return RankMemory(parts, in_passes, step, outside, max(loading, host))
 
 
 def sharded_passes(counts: Counts, found: Activations, engine: EngineConfig, dtype: str) -> dict[str, int]:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from engine.config import DTYPE_BYTES
 from megasync.config.schema import Config
 from megasync.models.model_shape import ModelShape
-from megasync.tools.plan.hardware import GIB, Hardware, num_bytes
+from megasync.tools.plan.hardware import Hardware, num_bytes
 
 BATCHED_TOKENS = 2048  # vllm/config/scheduler.py: max_num_batched_tokens of an engine that is neither LLM's nor a server's
-CPU_BATCHED_TOKENS = 8192  # host_cpu_worker in measured.json was measured with it
-CPU_CACHE_BYTES = GIB  # VLLM_CPU_KVCACHE_SPACE of launch/setup.sh
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class WorkerMemory:
     parts: dict[str, int]
     cache_tokens: int  # of all its sequences together
     asleep: int  # stays on the GPU while a trainer that shares it trains
-    host: int = 0  # of a worker on a CPU: the whole process
 
     @property
     def total(self) -> int:
@@ -41,8 +38,6 @@ def worker_memory(
     weights = whole // rollout.tensor_parallel
     sent = whole if sent_bytes is None else sent_bytes
     buckets = 0 if rollout.is_colocated else 2 * min(config.sync.bucket_bytes, sent)
-    if hardware.is_cpu:
-        return _on_cpu(config, shape, weights, buckets, sent)
     parts = {"weights": weights, "KV cache": 0, "sampling state": _sampling_state(config, shape)}
     parts |= {"working memory": _working_memory(config, shape), "kernels": num_bytes("kernels")}
     graphs = 0 if rollout.enforce_eager else _graphs(config, shape)
@@ -101,20 +96,6 @@ def _graphs(config: Config, shape: ModelShape) -> int:
     few, some, many = (1, 2, 4), range(8, min(largest + 1, 256), 8), range(256, largest + 1, 16)
     sizes = sum(size <= largest for size in few) + len(some) + len(many)
     return sizes * shape.num_hidden_layers * num_bytes("graph_layer") + _activations(config, shape) + num_bytes("graph_pool")
-
-
-def _on_cpu(config: Config, shape: ModelShape, weights: int, buckets: int, sent: int) -> WorkerMemory:
-    rollout, item = config.rollout, DTYPE_BYTES[config.model.dtype]
-    rows = min(CPU_BATCHED_TOKENS, rollout.max_num_seqs * (rollout.max_model_len or CPU_BATCHED_TOKENS))
-    width = 2 * max(shape.intermediate_size, shape.moe_intermediate_size * max(1, shape.num_experts_per_tok))
-    working = rows * (width // rollout.tensor_parallel + 4 * shape.hidden_size) * item
-    working += rollout.max_num_seqs * shape.vocab_size * 8  # float32 logits, and their log-probs
-    cache = rollout.kv_cache_bytes or CPU_CACHE_BYTES
-    parts = {"weights": weights, "KV cache": cache, "working memory": working, "sync buckets": buckets}
-    parts |= {"largest tensor of a sync": min(sent, shape.vocab_size * shape.hidden_size * item)}  # assembled from buckets
-    shown = {name: size for name, size in parts.items() if size}
-    host = sum(parts.values()) + num_bytes("host_cpu_worker")
-    return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), 0, host)
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:

@@ -13,7 +13,6 @@ from megasync.report.log import (
     TIMELINE_FILE,
     TRAINING_DEVICE,
     WORKER_DEVICE,
-    WORKER_PEAK,
     read_metrics,
     read_summary,
 )
@@ -21,7 +20,6 @@ from megasync.tools.plan.hardware import GIB
 from megasync.tools.plan.make import Plan
 
 PEAKS = ("memory/tensors_peak_bytes", "memory/device_bytes", TRAINING_DEVICE, "memory/host_peak_bytes")
-OF_WORKERS = (WORKER_PEAK, WORKER_DEVICE)
 MEDIANS = ("step/seconds", "rollout/seconds", "sync/seconds")
 TRAIN = "train"  # the timeline's span
 
@@ -42,7 +40,7 @@ def measured_of(folder: Path) -> dict[str, float]:
     steps, summary = read_metrics(folder), read_summary(folder)
     columns = {name: [float(step[name]) for step in steps if step.get(name) is not None] for name in (*PEAKS, *MEDIANS)}
     found = {name: max(columns[name]) for name in PEAKS if columns[name]}
-    found |= {name: float(size) for name in OF_WORKERS if (size := summary.get(name))}
+    found |= {WORKER_DEVICE: float(size)} if (size := summary.get(WORKER_DEVICE)) else {}
     found |= {name: statistics.median(columns[name][1:] or columns[name]) for name in MEDIANS if columns[name]}
     timeline = folder / TIMELINE_FILE
     if timeline.is_file():

@@ -159,7 +159,6 @@ class Generation(NamedTuple):
 
     alone: float
     full: float  # among other batches, so that as many samples run as may
-    is_bound_by_host: bool
 
 
 def generation_seconds(on: Machine, shape: ModelShape, num_parameters: int, worker: WorkerMemory) -> Generation:
@@ -190,7 +189,7 @@ def generation_seconds(on: Machine, shape: ModelShape, num_parameters: int, work
     steps = decode_steps(work.lengths, samples, at_once)
     alone = sum(count * step(running) for count, running in steps) + around
     full = samples * (work.mean_tokens - work.prompt_tokens) / at_once * step(at_once) + around
-    return Generation(alone, min(alone, full), host(at_once / 2) > device(at_once / 2))
+    return Generation(alone, min(alone, full))
 
 
 def step_seconds(config: Config, parts: dict[str, float], generation: Generation) -> StepSeconds:

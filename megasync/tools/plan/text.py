@@ -6,7 +6,6 @@ from megasync.tools.plan.hardware import GIB
 from megasync.tools.plan.make import Plan
 
 WIDTH = 26
-HOSTS_DIFFER = 1.6  # docs/tools.md
 KEYS = {  # that shrink a part of memory
     "weights": "engine.wrap=megatron_fsdp, engine.parallel; of a vLLM worker rollout.tensor_parallel",
     "embeddings, gathered": "engine.parallel.tensor, engine.parallel.pipeline",
@@ -23,16 +22,12 @@ KEYS = {  # that shrink a part of memory
     "sampling state": "rollout.max_num_seqs",
     "working memory": "rollout.max_num_seqs, rollout.max_model_len",
     "CUDA graphs": "rollout.enforce_eager=true, rollout.max_num_seqs",
-    "trainer ranks": "engine.tokens_per_microbatch, engine.recompute, engine.lora.rank",
-    "vLLM workers": "rollout.kv_cache_bytes, rollout.replicas",
-    "replicas": "rollout.replicas",
-    "copies of versions": "sync.log, sync.transport",
 }
 
 
 def show(plan: Plan) -> str:
     """Ranks, memory by part, seconds, and the largest parts of each process that does not fit."""
-    lines = [plan.grid.describe(), *_trainer(plan), *_replica(plan), *_version_log(plan), *_seconds(plan)]
+    lines = [plan.grid.describe(), *_trainer(plan), *_replica(plan), *_seconds(plan)]
     for problem, parts in plan.problems.items():
         lines += [f"does not fit: {problem}; its largest parts, and keys that shrink them:"]
         largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
@@ -49,8 +44,6 @@ def _trainer(plan: Plan) -> list[str]:
         recompute += " " + "+".join(config.engine.recompute_modules)
     room = plan.request.hardware.memory_bytes / GIB
     head = f"a trainer rank{which}, GiB of {room:.1f}; {config.engine.wrap}, recompute {recompute}:"
-    if plan.request.hardware.is_cpu:
-        return [head, *_parts({**memory.parts, "process": memory.host})]
     shown = {"peak of tensors": memory.tensors_peak, "peak of the GPU": memory.device, "host memory": memory.host}
     if config.engine.optimizer.offload:
         shown = {"optimizer, on the host": -memory.parts["optimizer"], **shown}
@@ -62,13 +55,7 @@ def _replica(plan: Plan) -> list[str]:
         return []
     rollout, worker = plan.config.rollout, plan.worker
     head = f"a vLLM worker of {rollout.replicas * rollout.tensor_parallel}, {rollout.placement}, GiB:"
-    whole = {"process": worker.host} if worker.host else {"together": worker.total}
-    return [head, *_parts({**worker.parts, **whole})]
-
-
-def _version_log(plan: Plan) -> list[str]:
-    parts = {"host memory of a sender": plan.largest.memory.version_log, "disk, at the end": plan.version_log_bytes}
-    return ["log of versions, GiB:", *_parts(parts)] if any(parts.values()) else []
+    return [head, *_parts({**worker.parts, "together": worker.total})]
 
 
 def _parts(parts: dict[str, int]) -> list[str]:
@@ -77,13 +64,8 @@ def _parts(parts: dict[str, int]) -> list[str]:
 
 def _seconds(plan: Plan) -> list[str]:
     found, work = plan.seconds, plan.work
-    if found is None:
-        return ["seconds: of GPUs only"]
     parts = {name: value for name, value in found._asdict().items() if name not in ("step", "binding") and value}
     lines = [f"seconds of a step of {work.num_samples} samples, {work.tokens / 1e3:.0f} k tokens:"]
     lines += [f"  {name.replace('_', '-'):<{WIDTH}} {value:9.3f}" for name, value in parts.items()]
     lines += [f"  {'step':<{WIDTH}} {found.step:9.3f}   {found.binding} takes the longest"]
-    if plan.bound_by_host:
-        phases = " and ".join(plan.bound_by_host)
-        lines += [f"GPUs wait for the host in {phases}: hosts differ in speed by up to {HOSTS_DIFFER} times"]
     return [*lines, f"{work.tokens / found.step * 86400 / 1e6:.0f} M tokens a day on {plan.num_devices} devices"]

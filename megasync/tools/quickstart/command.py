@@ -18,7 +18,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,13 +35,13 @@ from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import exit_summary
 from megasync.launch.num_ranks import NUM_CPU_RANKS, default_num_ranks
 from megasync.launch.processes import STOPPED, run_to_end, torchrun
-from megasync.tools.assets.command import Assets
+from megasync.tools.assets.command import Assets, assets_in
 
 WARM_UP, RL = shipped("configs/quickstart_sft.yaml"), shipped("configs/quickstart.yaml")
 FOR_BOTH = ("engine.", "run.seed=", "run.dir=", "run.progress=", "model.dtype=")
 FOR_RL_ALONE = ("engine.optimizer.", "engine.lora.", "engine.lora=")
 MARKER = ".megasync-quickstart"  # marks folders that a quickstart created and may clear
-FORMER = ".former"  # subfolder for former results, which are deleted after both phases were checked
+NEW = ".new"  # subfolder for the assets until both phases were checked
 # flash attention needs 16-bit dtypes; compiling and recording CUDA graphs would take longer than the whole quickstart
 ON_GPUS = ("model.dtype=bfloat16", "engine.fusions=none", "rollout.enforce_eager=true", "rollout.gpu_memory_utilization=0.3")
 
@@ -113,57 +112,37 @@ def _data(assets: Assets) -> list[str]:
 
 
 @contextmanager
-def afresh(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Creates and locks the folder, and moves the `names` of a former quickstart aside for the block. They are deleted after the
-    block, and moved back if it raises.
+def afresh(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Creates and locks the folder, and a new one in it for the block. After the block the `names` of a former quickstart are
+    deleted, and the contents of the new folder replace them; if it raises, the new folder is deleted.
 
     Raises:
         ConfigError: the folder holds files of something else, is not writable, or a run is active in it.
     """
     remedy = "write run.dir=FOLDER for a new folder of yours"
     lock(folder)
-    try:
-        left = _set_aside(folder, names, remedy)
-    except OSError as error:
-        raise ConfigError(f"run.dir = {folder}: the folder cannot be written: {error.strerror}", remedy=remedy) from error
-    try:
-        yield
-    except BaseException:
-        _put_back(folder)
-        raise
-    if left:
-        print(f"starting from scratch: deletes {', '.join(left)} of a former quickstart in {folder}", flush=True)
-        shutil.rmtree(folder / FORMER)
-
-
-def _set_aside(folder: Path, names: Sequence[str], remedy: str) -> list[str]:
-    """Moves `names` into FORMER; returns the names that existed. Files in FORMER, of a quickstart that was killed during its
-    check, are moved back first.
-    """
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
         raise ConfigError(f"run.dir = {folder}: holds files that no quickstart made", remedy=remedy)
-    _put_back(folder)
-    left = [name for name in dict.fromkeys(names) if (folder / name).exists()]
+    left, new = [name for name in dict.fromkeys(names) if (folder / name).exists()], folder / NEW
     for run_folder in (folder / name for name in left if (folder / name).is_dir()):
         if (lock_of_run := lock(run_folder)) is not None:
             os.close(lock_of_run)
-    (folder / FORMER).mkdir(parents=True) if left else folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).touch()
-    for name in left:
-        (folder / name).rename(folder / FORMER / name)
-    return left
-
-
-def _put_back(folder: Path) -> None:
-    """Moves the files in FORMER back, over newer ones."""
-    if not (folder / FORMER).is_dir():
-        return
-    for entry in (folder / FORMER).iterdir():
-        new = folder / entry.name
-        if new.exists():
-            shutil.rmtree(new) if new.is_dir() else new.unlink()
-        entry.rename(new)
-    (folder / FORMER).rmdir()
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        (folder / MARKER).touch()
+    except OSError as error:
+        raise ConfigError(f"run.dir = {folder}: the folder cannot be written: {error.strerror}", remedy=remedy) from error
+    try:
+        yield new
+        if left:
+            print(f"starting from scratch: deletes {', '.join(left)} of a former quickstart in {folder}", flush=True)
+        for path in (folder / name for name in left):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in new.iterdir():
+            path.rename(folder / path.name)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def announce(text: str) -> None:
@@ -216,11 +195,12 @@ def quickstart(overrides: Sequence[str], num_ranks: int) -> int:
     announce("1/3  a small model, untrained, and its data")
     from megasync.tools.assets.command import write_assets
 
-    with afresh(folder, ["assets", load_config(WARM_UP).run.name, config.run.name, "summary.json"]):
-        assets = write_assets(folder / "assets", config.run.seed, config.model.dtype)
-        warm_up = warm_up_phase(overrides, folder, assets)
-        warm_up.check(num_ranks)
-        rl_phase(overrides, folder, assets, assets.model).check(num_ranks)
+    with afresh(folder, ["assets", load_config(WARM_UP).run.name, config.run.name, "summary.json"]) as new:
+        assets = write_assets(new / "assets", config.run.seed, config.model.dtype)
+        for phase in (warm_up_phase(overrides, new, assets), rl_phase(overrides, new, assets, assets.model)):
+            phase.check(num_ranks)
+    assets = assets_in(folder / "assets")
+    warm_up = warm_up_phase(overrides, folder, assets)
     print(f"{assets.model}\n{assets.train}\n{assets.held_out}", flush=True)
 
     announce(f"2/3  warm-up: supervised steps, Megatron ranks: {num_ranks}, {config.engine.wrap}")
@@ -249,7 +229,3 @@ def main(argv: Sequence[str]) -> int:
         gpus = len(visible_devices())
         overrides = for_machine(options.overrides, gpus)
         return quickstart(overrides, options.nproc or num_quickstart_ranks(overrides, gpus))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

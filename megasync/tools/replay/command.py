@@ -13,7 +13,6 @@ nothing was started.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,3 @@ def versions_for(run: Path, done: Sequence[StepResult]) -> list[int]:
             remedy="train with sync.log=deltas, or with checkpoint.every_steps=1 and checkpoint.keep=N, or take such a step",
         )
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

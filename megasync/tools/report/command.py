@@ -10,7 +10,6 @@ Leaves out the page (megasync/report/).
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +49,3 @@ def _port(text: str) -> int:
     if not 0 <= number <= LAST_PORT:
         raise argparse.ArgumentTypeError(f"{text}: 0 to {LAST_PORT}")
     return number
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

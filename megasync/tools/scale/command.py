@@ -112,7 +112,3 @@ def wait(run_folder: Path, request: Request) -> int:
             print("asked; the run takes it at its next sync", flush=True)
             has_noticed = True
         time.sleep(POLL_SECONDS)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasync.checks.data import check_data, check_engine_arguments
-from megasync.checks.exact import check_exact
-from megasync.checks.sizes import check_cache, check_cache_memory, check_served
+from megasync.checks.exact import exact_errors
+from megasync.checks.sizes import cache_errors, check_cache_memory, served_errors
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE
-from megasync.config.errors import refuse_if
+from megasync.config.errors import refuse, refuse_if
 from megasync.config.schema import Config
 from megasync.episodes.resolve import resolve_episode
 from megasync.launch.devices import visible_devices
@@ -65,8 +65,7 @@ def _temperature(text: str) -> float:
 def check_servable(config: Config) -> None:
     """ConfigError where model, sets, vLLM's arguments or the address of a Ray cannot be used."""
     shape, on_gpus = check_model_folder(config.model.path), bool(visible_devices())
-    check_exact(config, shape, on_gpus=on_gpus)
-    check_served(config, shape, on_gpus=on_gpus)
+    refuse([*exact_errors(config, shape, on_gpus=on_gpus), *served_errors(config, shape, on_gpus=on_gpus)])
     check_cache_memory(config)
     check_data(config)
     check_engine_arguments(config)
@@ -115,7 +114,7 @@ def with_model_len(source: Source, config: Config, evaluations: Sequence[Evaluat
         longest = max(len(prompts.prompt_ids(example)) + sampling.max_new_tokens for example, sampling in pairs)
         longest = config.engine.tokens_per_microbatch if config.rollout.episode else longest
         config = of_rollout(config, max_model_len=min(longest, shape.max_position_embeddings or longest))
-    check_cache(config, shape)
+    refuse(cache_errors(config, shape))
     return config
 
 

@@ -15,7 +15,11 @@ import pytest
 
 from megasync.config.errors import ConfigError
 from megasync.config.files import STOP_FILE, is_asked_to_stop, lock
+from megasync.config.load import load_config
+from megasync.launch.exit_summary import exit_summary
+from megasync.launch.processes import INTERRUPTED, TERMINATED
 from megasync.launch.stop_request import LAUNCHED, forget_former_stop, forget_stop_before_launch, launch_time, launched
+from tests.support.config_files import write_runnable
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,6 +50,14 @@ def test_a_launcher_forgets_once(tmp_path: Path) -> None:
     other = ask(tmp_path / "other", -3600)
     forget_stop_before_launch(other)
     assert not is_asked_to_stop(other), "a run that this one has started"
+
+
+@pytest.mark.parametrize("code", [1, INTERRUPTED, TERMINATED])
+def test_an_interrupted_launcher_names_the_stop_that_writes_a_checkpoint(tmp_path: Path, code: int) -> None:
+    config = load_config(write_runnable(tmp_path))
+    text = exit_summary(config, "megasync train run.yaml", code)
+    assert (f"touch {config.run.folder}/{STOP_FILE}" in text) == (code != 1)
+    assert text.endswith(f"newest checkpoint: none in {config.run.folder}\nbegin again: megasync train run.yaml")
 
 
 def test_the_stop_of_a_run_that_goes_on_stays(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def log_of(folder: Path, first_step: int = 0, tensorboard: bool = False) -> closing[RunLog]:
-    config = Config(run=RunConfig(name=folder.name, dir=str(folder.parent), progress="none"))
-    return closing(RunLog(config, first_step=first_step, write=True, tensorboard=tensorboard))
+    loggers = ("tensorboard",) if tensorboard else ()
+    config = Config(run=RunConfig(name=folder.name, dir=str(folder.parent), progress="none", loggers=loggers))
+    return closing(RunLog(config, first_step=first_step, write=True))
 
 
 # -------------------------------------------------------------------------------------------------------- metrics

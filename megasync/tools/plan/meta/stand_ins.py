@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from engine.attention import context, core, delta, flash, fused
 from engine.model import lora
-from engine.model.families import gpt_oss
 from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
@@ -84,24 +83,12 @@ class _Grouped(torch.autograd.Function):
         return (*(torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in wanted), None)
 
 
-class _Stacked(_Grouped):
-    """The same of gpt-oss, whose weights are transposed."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        del ends
-        ctx.save_for_backward(inputs, weight)
-        return inputs.new_empty(len(inputs), weight.shape[1])
-
-
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     result: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return result
 
 
 def _attend_packed(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
-    if self.softmax_offset is not None:  # core.py has no kernel for it
-        return _attend_grouped(self, query, key, value, packed)
     return flash.attend(query, key, value, packed, self.scale, self.window).flatten(1)
 
 
@@ -192,7 +179,8 @@ def _sorted_chunks(
 
 @contextmanager
 def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: bool = False) -> Iterator[None]:
-    """Within the block the engine's code runs on meta tensors of that dtype, with the kernels of GPUs or of CPUs.
+    """Within the block the engine's code runs on meta tensors of that dtype, with the kernels of GPUs or, as tests compare them
+    with real ranks, of CPUs.
 
     Nothing compiled is called: torch's compiler never compiles a function that it first meets under a dispatch mode
     (torch/_dynamo/convert_frame.py:_handle_skip).
@@ -220,7 +208,6 @@ def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: 
             (flash, "attend_prefixes", _attend),
             (flash, "_alone", _attend),
             *((module, "grouped_linear", _Grouped.apply) for module in (experts, lora)),
-            (gpt_oss, "stacked_linear", _Stacked.apply),
             (TokenDispatcher, "preprocess", _equal_shares),
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
             (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),

@@ -133,5 +133,5 @@ def test_the_longer_of_training_and_generation_is_a_step(
     """With one batch in flight a sync that drains lets replicas run empty."""
     config = with_changes(Config(), {"rollout.max_staleness": staleness, "rollout.on_update": on_update})
     parts = {"train": 2.0, "optimizer": 0.5, "log_probs": 0.0, "sync": 0.5, "moving": 0.0}
-    found = step_seconds(config, parts, Generation(9.0, full, is_bound_by_host=False))
+    found = step_seconds(config, parts, Generation(9.0, full))
     assert (found.step, found.binding) == wanted

@@ -89,7 +89,7 @@ def test_counts_and_state_are_those_of_real_ranks(model: str, keys: dict[str, An
 GRID = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 
 
-@pytest.mark.parametrize("unit", [150_000, 1_000_000])
+@pytest.mark.parametrize("unit", [150_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_passes_of_real_ranks_under_megatron_fsdp_take_what_is_planned(unit: int, tmp_path: Path) -> None:
     """Gradients wait for their reduction, those of embeddings and output layer as long as the backward pass takes."""
     fields = SHAPES["tiny"].hf_config(512) | {"num_hidden_layers": 12, "vocab_size": 4096, "tie_word_embeddings": False}

@@ -1,30 +1,78 @@
-"""Writes docs/reference.md, a table of all keys of a config, from the JSON schema. No torch in here.
+"""Writes the generated pages: all keys (reference.md), all metrics and advisories (metrics.md), and the JSON schemas, by which
+editors complete and check YAML.
 
-python -m megasync.config.reference --to docs/reference.md
+    python -m docs.generate
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.config import BenchRoot
 from megasync.config.files import write_atomically
 from megasync.config.schema import Config
+from megasync.report.advisories import CONDITIONS
+from megasync.report.registry import GROUPS, METRICS
 
-HEAD = """# All keys
+FOLDER = Path(__file__).parent
+KEYS_HEAD = """# All keys
 
-Written by `python -m megasync.config.reference` from the config's classes. A key is
+Written by `python -m docs.generate` from the config's classes. A key is
 written `section.key=value` on the command line.
 """
+METRICS_HEAD = """# Metrics
+
+Written by `python -m docs.generate` from the tables in `megasync/report/`.
+
+Each line of `metrics.jsonl` has the metrics of one step that apply to the run; metrics that begin with `eval/` are in
+`evaluations.jsonl`. A word in capitals is a placeholder for the name of a reward, an evaluation set or a phase, or for a number.
+All loggers of `run.loggers` get the same names and values. A *nat* is the unit of natural logarithms.
+"""
+ADVISORIES = """
+## Advisories
+
+The end of a run and its report show an advisory if its condition holds. Conditions read only the metrics; they do not hold if a
+metric is missing or the run is too short.
+
+| name | condition | threshold | what to try |
+|---|---|---|---|"""
 
 
-def reference() -> str:
-    """The page in Markdown, with one table per section, in the order of the schema."""
+def pages() -> dict[str, str]:
+    """The text of each file."""
+    return {
+        "reference.md": keys_page(),
+        "metrics.md": metrics_page(),
+        "config.schema.json": json_schema(Config),
+        "bench.schema.json": json_schema(BenchRoot),
+    }
+
+
+def json_schema(root: Any) -> str:
+    """The JSON schema of `root`, a pydantic model, with the key `base`, which megasync/config/load.py resolves."""
+    schema = root.model_json_schema()
+    schema["properties"]["base"] = {"type": "string", "description": "Another YAML file, which this one refines."}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def metrics_page() -> str:
+    """One table per group of metrics, and one of advisories."""
+    lines = [METRICS_HEAD]
+    for group, sentence in GROUPS.items():
+        lines += [f"\n## {group.capitalize()}\n", f"{sentence}\n", "| metric | name | unit | meaning |", "|---|---|---|---|"]
+        rows = [each for each in METRICS if each.group == group]
+        lines += [f"| `{each.key}` | {each.label} | {each.unit} | {each.meaning} |" for each in rows]
+    lines += [ADVISORIES, *(f"| `{each.name}` | {each.title} | {each.threshold} | {each.remedy} |" for each in CONDITIONS)]
+    return "\n".join(lines) + "\n"
+
+
+def keys_page() -> str:
+    """One table per section, in the order of the schema."""
     schema = Config.model_json_schema()
-    lines = [HEAD]
+    lines = [KEYS_HEAD]
     for path, section in _sections("", schema, schema["$defs"]):
         lines += [f"\n## {path}\n", f"{_cell(section['description'])}\n"]
         lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
@@ -76,11 +124,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m megasync.config.reference", description=__doc__.splitlines()[0])
-    parser.add_argument("--to", required=True, type=Path, metavar="FILE", help="where to write it")
-    write_atomically(parser.parse_args().to, reference())
-
-
 if __name__ == "__main__":
-    main()
+    for name, text in pages().items():
+        write_atomically(FOLDER / name, text)
