@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     seconds = json.loads(DURATIONS.read_text())
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], math.inf))  # a new file may take long
     for item in items:
         if reason := _cannot_run(item):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -3,6 +3,7 @@
     python -m tests.doc_commands                  # lists the commands and what each of them needs
     python -m tests.doc_commands --run FOLDER     # runs the ones that a CPU can run, in a new clone at FOLDER
     python -m tests.doc_commands --run FOLDER --only tools.md
+    python -m tests.doc_commands --run FOLDER --only agents.md --steps 12    # each training ends after so many steps
 
 A page's commands run in the page's order, in one clone for all pages. PLACEHOLDERS and FILES replace names that stand for the
 reader's own files. A package that a command's comment installs with pip is installed first. NEEDS says why a command is not
@@ -100,9 +101,11 @@ def write_files(folder: Path) -> None:
             (folder / name).write_text("".join(lines[:NUM_LINES]), encoding="utf-8")
 
 
-def run(command: Command, clone: Path) -> tuple[int, float, str]:
-    """Exit code, seconds, output."""
+def run(command: Command, clone: Path, steps: int = 0) -> tuple[int, float, str]:
+    """Exit code, seconds, output. `steps`: of each training; 0: as many as its config says."""
     line = command.line
+    if steps and line.startswith("megasync train "):
+        line += f" run.steps={steps}"
     for placeholder, remedy in PLACEHOLDERS.items():
         line = line.replace(placeholder, remedy)
     if command.installs:
@@ -121,6 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The documents' commands, as written.")
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="clone there, and run those that a CPU can run")
     parser.add_argument("--only", default="", metavar="PAGE", help="pages whose name holds this")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="of each training (default: those of its config)")
     given = parser.parse_args()
     commands = [command for command in collect() if given.only in command.page]
     if given.run is not None and not given.run.exists():
@@ -132,7 +136,7 @@ def main() -> int:
         if command.needs or given.run is None:
             print(f"{command.page}: {command.line}" + (f"\n    not run: {command.needs}" if command.needs else ""))
             continue
-        code, seconds, said = run(command, given.run)
+        code, seconds, said = run(command, given.run, given.steps)
         failed += code not in ((0, 1) if JUDGES.search(command.line) else (0,))
         print(f"{command.page}: {command.line}\n    exit code {code}, {seconds:.0f} s" + (f"\n{said[-4000:]}" if code else ""))
         sys.stdout.flush()

@@ -24,11 +24,11 @@ FORBIDDEN = {
 TOOLS = sorted(path.parent.name for path in ROOT.glob("megasync/tools/*/command.py"))
 # Modules that a wrong command or config goes through.
 WITHOUT_TORCH = [
-    *("config.schema", "config.load", "checks.check", "config.json_schema", "launch.num_ranks", "launch.render"),
+    *("config.schema", "config.load", "checks.check", "launch.num_ranks", "launch.render"),
     *("submit", "train", "nodes", "cli"),
     *(f"tools.{verb}.command" for verb in TOOLS),
 ]
-COMMANDS = ["train", "submit", "launch.num_ranks", "launch.driver", "checks.check", "config.json_schema"]
+COMMANDS = ["train", "submit", "launch.driver"]
 # A room imports from itself and from those before it.
 ROOMS = {
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],

@@ -6,12 +6,14 @@ python -m pytest tests/engine/test_objectives.py
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
 from engine.engine import Engine
+from tests.support.halves import HALVES, squares
 from tests.support.ranks import run_ranks
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -48,12 +50,35 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+ALL_LAYOUTS: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
+
+
 def without_padding(metrics: dict[str, float]) -> dict[str, float]:
     """What a layout does not change; how much is padded is its own."""
     return {name: value for name, value in metrics.items() if name != "train/padding_fraction"}
 
 
-def test_objectives_are_the_same_in_every_layout(model: str) -> None:
+def assert_alike(
+    common: dict[str, Any],
+    layouts: Iterable[dict[str, Any]],
+    objectives: Iterable[dict[str, Any]],
+    references: list[Any],
+    *,
+    is_black: bool,
+    tolerance: float,
+) -> None:
+    """Half of the products have the metrics of `references`, one an objective."""
+    pairs = squares(layouts, zip(objectives, references, strict=True), is_black=is_black)
+    cases = [{**common, **objective, **layout} for layout, (objective, _) in pairs]
+    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
+    for case, steps, (_, (_, reference)) in zip(cases, results, pairs, strict=True):
+        print(case)
+        for found, wanted in zip(steps, reference, strict=True):
+            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=tolerance, abs=1e-5)
+
+
+@HALVES
+def test_objectives_are_the_same_in_every_layout(model: str, is_black: bool) -> None:
     """All that is logged, to 1e-5, over two steps of two mini-batches of several micro-batches, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}
     alone = [{**common, **objective, "tokens": 120} for objective in OBJECTIVES.values()]
@@ -69,15 +94,11 @@ def test_objectives_are_the_same_in_every_layout(model: str) -> None:
     assert references[1][1]["ratio/dual_clipped_fraction"] > 0
     tokens = [reference[1]["train/response_tokens"] for reference in references]
     assert tokens[:3] == [default[1]["train/response_tokens"]] * 3 and tokens[3] == tokens[4] < tokens[0]
-    cases = [{**common, **objective, **layout} for layout in LAYOUTS.values() for objective in OBJECTIVES.values()]
-    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
-    for case, steps, reference in zip(cases, results, references * len(LAYOUTS), strict=True):
-        print(case)
-        for found, wanted in zip(steps, reference, strict=True):
-            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
+    assert_alike(common, LAYOUTS.values(), OBJECTIVES.values(), references, is_black=is_black, tolerance=1e-5)
 
 
-def test_named_losses_and_advantages_are_the_same_in_every_layout(model: str) -> None:
+@HALVES
+def test_named_losses_and_advantages_are_the_same_in_every_layout(model: str, is_black: bool) -> None:
     """All that is logged of episodes, to 5e-5, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -3.0, "optimizer": {"learning_rate": 3e-3}}
     alone = [{**common, **objective} for objective in NAMED.values()]
@@ -85,13 +106,7 @@ def test_named_losses_and_advantages_are_the_same_in_every_layout(model: str) ->
     for name, (_, reference) in zip(NAMED, references, strict=True):
         print(name, reference)
         assert "SAPO" in name or 0 < reference["ratio/clipped_fraction"] < 1
-    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
-    cases = [{**common, **objective, **layout} for layout in layouts for objective in NAMED.values()]
-    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
-    for case, steps, reference in zip(cases, results, references * len(layouts), strict=True):
-        print(case)
-        for found, wanted in zip(steps, reference, strict=True):
-            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=5e-5, abs=1e-5)
+    assert_alike(common, ALL_LAYOUTS, NAMED.values(), references, is_black=is_black, tolerance=5e-5)
 
 
 def test_the_gradient_of_the_entropy_is_that_of_transformers(model: str) -> None:
@@ -103,27 +118,21 @@ def test_the_gradient_of_the_entropy_is_that_of_transformers(model: str) -> None
         assert worst < 1e-5
 
 
-def test_episodes_are_the_same_in_every_layout(model: str) -> None:
+@HALVES
+def test_episodes_are_the_same_in_every_layout(model: str, is_black: bool) -> None:
     """With given tokens and branches, to 1e-5, as on one rank; the log-probs of given tokens have no effect."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -50.0}
     objectives = [OBJECTIVES[name] for name in ("GSPO", "Dr. GRPO, RLOO", "masks by sequence", "masks by token")]
     alone = [{**common, **objective, "tokens": 120, "episodes": -3.0} for objective in objectives]
     references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": alone})[0]
-    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
-    cases = [{**common, **objective, **layout} for layout in layouts for objective in objectives]
-    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
-    for case, steps, reference in zip(cases, results, references * len(layouts), strict=True):
-        print(case)
-        for found, wanted in zip(steps, reference, strict=True):
-            assert without_padding(found) == pytest.approx(without_padding(wanted), rel=1e-5, abs=1e-5)
+    assert_alike(common, ALL_LAYOUTS, objectives, references, is_black=is_black, tolerance=1e-5)
 
 
 def test_kept_tokens_are_normalised_over_in_every_layout(model: str) -> None:
     """As transformers' logits give it; the first ratio is 1, and all that is logged is as on one rank."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "old_log_probs": "separate", "temperature": 1.0}
-    layouts: list[dict[str, Any]] = [*LAYOUTS.values(), {"context": 2, "wrap": "megatron_fsdp"}, {"logits_chunk_tokens": 7}]
     (alone,) = run_ranks(1, "tests.engine.step_cases:supports_beside_transformers", {"cases": [{**common, "tokens": 120}]})[0]
-    cases = [{**common, **layout} for layout in layouts]
+    cases = [{**common, **layout} for layout in ALL_LAYOUTS]
     for case, found in zip(
         cases, run_ranks(2, "tests.engine.step_cases:supports_beside_transformers", {"cases": cases})[0], strict=True
     ):

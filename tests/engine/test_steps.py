@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from engine.config import AlgorithmConfig, OptimizerConfig
 from engine.objective.loss import aggregation_weights, grpo_loss
 from engine.wrap.optimizer import build_schedule
+from tests.support.halves import HALVES, squares
 from tests.support.ranks import run_ranks
 from tests.engine.step_cases import micro_batch
 from tests.support.tiny_models import write_tiny_model
@@ -57,9 +58,8 @@ def test_held_out_loss_is_that_of_a_step_on_the_same_samples(model: str, num_ran
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_old_log_probs_of_the_training_pass_are_those_of_a_pass_of_their_own(model: str, num_ranks: int) -> None:
     """Everything that is logged, bit for bit, over three steps of several micro-batches."""
-    cases: list[dict[str, Any]] = [
-        {"wrap": wrap, "tokens": 60, "kl_coefficient": 0.1, "dtype": dtype} for wrap in WRAPS for dtype in ("float32", "bfloat16")
-    ]
+    pairs = squares(WRAPS, ("float32", "bfloat16"), is_black=num_ranks == 2)
+    cases: list[dict[str, Any]] = [{"wrap": wrap, "tokens": 60, "kl_coefficient": 0.1, "dtype": dtype} for wrap, dtype in pairs]
     cases.append({"wrap": "ddp", "lora": LORA, "optimizer": FAST, "recompute": "full"})
     if num_ranks == 2:
         cases += [{"wrap": wrap, "tensor": 2, "sequence": True} for wrap in WRAPS] + [{"pipeline": 2, "tokens": 60}]
@@ -86,7 +86,8 @@ def test_old_log_probs_of_a_few_samples_reach_rank_0(model: str) -> None:
         assert len(found[0]) == 3 and max(found[0]) < 1e-5
 
 
-def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str) -> None:
+@HALVES
+def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str, is_black: bool) -> None:
     """Old log-probs have the dropout masks of the training pass, taken from it or before."""
     common = {"path": model, "lora": {**LORA, "dropout": 0.5}, "optimizer": FAST}
     layouts: list[dict[str, Any]] = [
@@ -95,7 +96,7 @@ def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str) -> None:
         {"wrap": "megatron_fsdp", "recompute": "full", "tokens": 60},
     ]
     choices: list[dict[str, Any]] = [{"num_minibatches": 2}, {"old_log_probs": "separate"}, {}]
-    cases = [{**common, **layout, **choice} for layout in layouts for choice in choices]
+    cases = [{**common, **layout, **choice} for layout, choice in squares(layouts, choices, is_black=is_black)]
     results = run_ranks(2, "tests.engine.step_cases:first_ratios_with_dropout", {"cases": cases})[0]
     for case, ratios in zip(cases, results, strict=True):
         print(case, ratios)
@@ -125,10 +126,12 @@ def test_the_temperature_of_rollouts_is_no_matter_of_supervised_steps(model: str
 # --------------------------------------------------------------------------------------------------- what is not finite
 
 
-def test_a_step_that_is_not_finite_is_skipped_on_every_rank(model: str) -> None:
-    layouts: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for wrap in WRAPS for dtype in ("float32", "bfloat16")]
+@HALVES
+def test_a_step_that_is_not_finite_is_skipped_on_every_rank(model: str, is_black: bool) -> None:
+    layouts: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for dtype in ("float32", "bfloat16") for wrap in WRAPS]
     layouts += [{"tensor": 2}, {"pipeline": 2}]
-    cases = [{"path": model, "how": how, **layout} for layout in layouts for how in ("loss", "gradient")]
+    pairs = squares(layouts, ("loss", "gradient"), is_black=is_black)
+    cases = [{"path": model, "how": how, **layout} for layout, how in pairs]
     ranks = run_ranks(2, "tests.engine.step_cases:skipped_steps", {"cases": cases})
     for case, *results in zip(cases, *ranks, strict=True):
         print(case, results)
@@ -241,7 +244,7 @@ def test_the_kl_is_to_the_adapter_that_the_run_began_with(root: Path, model: str
 
 def test_optimizer_state_in_host_memory_changes_nothing_and_the_reference_is_sharded(tmp_path: Path) -> None:
     """Everything that is logged, bit for bit, also after resuming; between steps nothing of the state is on the device."""
-    narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 8}
+    narrow = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 4}
     model = str(write_tiny_model(tmp_path / "model", "qwen3", True, **narrow))
     cases: list[dict[str, Any]] = [{"wrap": wrap, "dtype": "bfloat16"} for wrap in WRAPS]
     cases.append({**cases[0], "pipeline": 2, "fusions": "all"})

@@ -6,22 +6,26 @@ Its records are sampled again. One module of its own, since what a run's samples
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from bridge.replicas.pool import ReplicaPool
+from megasync.config.schema import Config
 from megasync.tools.evaluate import command as evaluate
 from megasync.tools.assets.command import build_tokenizer
 from megasync.episodes.task import EpisodeResult
 from megasync.report.log import read_evaluations, read_samples
 from megasync.rollouts.progress import load_progress
 from megasync.rollouts.records import load_record, paths_of
-from megasync.tools.serving.replicas import replicas
+from megasync.tools.replay import command as replay
+from megasync.tools.serving.replicas import Serve, replicas
+from megasync.tools.serving.send import sender
 from megasync.tools.serving.source import find_source
-from tests.runs.train_cases import ROOT, cut_off_copy, metrics, train, write_config
+from tests.runs.train_cases import cut_off_copy, metrics, train, write_config
 
 pytestmark = pytest.mark.vllm_on_cpu
 
@@ -91,18 +95,6 @@ def test_samples_show_their_turns(run: tuple[Path, str]) -> None:
     assert [line["step"] for line in read_evaluations(run[0])] == [0, 3, 6]
 
 
-def test_evaluate_plays_the_runs_episodes(run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the last checkpoint it finds what the run found."""
-    file = tmp_path / "answers.jsonl"
-    with replicas(find_source(run[0], tmp_path, None, []).config) as pool:
-        code = evaluate.main([str(run[0]), "--json", "--to", str(file)], serve=lambda _: nullcontext(pool))
-    assert code == 0
-    (values,) = json.loads(capsys.readouterr().out)["sets"].values()
-    assert values["avg@1"]["mean"] == pytest.approx(read_evaluations(run[0])[-1]["eval/reward"])
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["line"] for line in lines] == [1, 2, 3, 4] and all(line["turns"] == 2 and line["branches"] for line in lines)
-
-
 @pytest.fixture(scope="module")
 def resumed(run: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumed")
@@ -137,12 +129,38 @@ def test_each_step_leaves_a_record_and_each_prompt_is_in_one(resumed: Path) -> N
         assert sum(one.num_sampled for one in played if isinstance(one, EpisodeResult)) == line["train/response_tokens"]
 
 
-def test_what_was_trained_is_sampled_again(resumed: Path) -> None:
+@pytest.fixture(scope="module")
+def serve(run: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """For all commands one replica, which is sent the weights of each one's config."""
+    first = find_source(run[0], tmp_path_factory.mktemp("served"), None, []).config
+    versions = count(1)
+    with replicas(first) as pool:
+
+        @contextmanager
+        def with_weights(config: Config) -> Iterator[ReplicaPool]:
+            with sender(config, pool) as send:
+                send(next(versions), Path(config.model.path))
+            yield pool
+
+        yield with_weights
+
+
+def test_evaluate_plays_the_runs_episodes(
+    run: tuple[Path, str], serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the last checkpoint it finds what the run found."""
+    file = tmp_path / "answers.jsonl"
+    assert evaluate.main([str(run[0]), "--json", "--to", str(file)], serve=serve) == 0
+    (values,) = json.loads(capsys.readouterr().out)["sets"].values()
+    assert values["avg@1"]["mean"] == pytest.approx(read_evaluations(run[0])[-1]["eval/reward"])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["line"] for line in lines] == [1, 2, 3, 4] and all(line["turns"] == 2 and line["branches"] for line in lines)
+
+
+def test_what_was_trained_is_sampled_again(resumed: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     """As far as there are checkpoints: by the model's folder and by that of step 3, from which the run was resumed."""
-    command = [sys.executable, "-m", "megasync", "replay", str(resumed), "--step", "1-4", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    reported = json.loads(done.stdout)
+    assert replay.main([str(resumed), "--step", "1-4", "--json"], serve=serve) == 0
+    reported = json.loads(capsys.readouterr().out)
     first, *_, last = reported["steps"]
     assert reported["same"] and first["compared_tokens"] == first["tokens"] > 0 and first["largest_gap"] < 1e-5
     assert not first["without_weights"] and set(last["without_weights"]) <= {"2"}

@@ -61,13 +61,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def samples(model: Path) -> list[Sample]:
+def answered(model: Path, questions: tuple[str, ...]) -> list[Sample]:
     """Questions with what transformers answers greedily."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     found = []
-    for question in QUESTIONS:
+    for question in questions:
         turns = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         answer = reference.generate(**ids, max_new_tokens=NUM_TOKENS, do_sample=False)[0]
@@ -77,7 +76,12 @@ def samples(model: Path) -> list[Sample]:
     return found
 
 
-def test_the_folder_is_that_of_the_authors(model: Path, samples: list[Sample]) -> None:
+@pytest.fixture(scope="module")
+def samples(model: Path) -> list[Sample]:
+    return answered(model, QUESTIONS)
+
+
+def test_the_folder_is_that_of_the_authors(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     del config["transformers_version"]
     assert config == CONFIG
@@ -92,7 +96,7 @@ def test_the_folder_is_that_of_the_authors(model: Path, samples: list[Sample]) -
     text = " The   1st.\n\n  é漢½ , don't !"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert Prompts(str(model), DataConfig(chat_template=True)).stop_token_ids == (2,)
-    assert "7 + 5 = 12" in tokenizer.decode(samples[0].response_ids.tolist())
+    assert "7 + 5 = 12" in tokenizer.decode(answered(model, QUESTIONS[:1])[0].response_ids.tolist())
 
 
 @pytest.mark.long

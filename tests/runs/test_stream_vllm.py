@@ -243,7 +243,7 @@ def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher)
     pool.set_on_update("continue")
     publisher.publish(max(pool.versions) + 1)
     before = make_stream(pool, [], 0)
-    before.serve(0)
+    before.run(before.serve(0))
     before.close()
     stream = make_stream(pool, [], 0)
     try:
@@ -254,7 +254,11 @@ def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher)
         stream.close()
 
 
-@pytest.mark.parametrize(("kind", "plays"), [("SIGKILL", False), ("SIGSTOP", False), ("SIGKILL", True)])
+LOSSES = [("SIGKILL", False), ("SIGSTOP", True), pytest.param("SIGKILL", True, marks=pytest.mark.long)]
+LOSSES.append(pytest.param("SIGSTOP", False, marks=pytest.mark.long))
+
+
+@pytest.mark.parametrize(("kind", "plays"), LOSSES)
 def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -> None:
     """While it generates, in the second step: its groups go to the other, which goes on; a new one takes part later.
 
@@ -293,7 +297,7 @@ def test_a_lost_replica_loses_no_prompt(pool, publisher, players, kind, plays) -
     assert not psutil.pid_exists(engine.pid)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_known", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_replica_that_is_lost_keeps_the_others_neither_awake_nor_asleep(pool, publisher, is_known) -> None:
     """On shared devices: it was lost while it generated, which whoever hands it groups has seen, or not yet."""
     (engine,) = [p for p in psutil.Process(pool._actors[1].pid).children(recursive=True) if "EngineCore" in command_of(p)]

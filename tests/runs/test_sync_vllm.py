@@ -282,6 +282,10 @@ def test_a_failing_start_says_what_vllm_said(tied_folders) -> None:
         RuntimeError, match=r"vLLM did not start for replica 0[\s\S]*ValueError: (No available|To serve at least).* cache"
     ):
         start(tied_folders[0], kv_cache_bytes=1024)
+
+
+@pytest.mark.long
+def test_a_start_with_arguments_that_vllm_refuses_says_so(tied_folders) -> None:
     with pytest.raises(RuntimeError, match=r"max_model_len \(100000\) is greater"):
         start(tied_folders[0], max_model_len=100_000)
 

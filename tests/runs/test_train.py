@@ -1,4 +1,4 @@
-"""Whole runs through the commands that users type: the same twice, resumed, one-step-off, through Ray, and cut off.
+"""Whole runs through the commands that users type: resumed and killed, through Ray with shared devices until a reward raises.
 
 The first is on tables of messages, with sampling keys and several evaluation sets.
 """
@@ -6,10 +6,7 @@ The first is on tables of messages, with sampling keys and several evaluation se
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,22 +18,20 @@ import torch
 from safetensors.torch import load_file
 
 from bridge.versions.reader import VersionReader
+from megasync import cli
 from megasync.tools.evaluate import command as evaluate
 from megasync.tools.export import command as export
 from megasync.tools.generate import command as generate
 from megasync.config.load import load_config
 from megasync.models.tensors import num_parameters
-from megasync.tools.doctor.system import bytes_below, disk_bytes
+from megasync.tools.doctor.system import bytes_below, disk_bytes, log_bytes
 from megasync.report.log import read_evaluations, read_samples, read_summary
-from megasync.tools.plan import version_log
 from megasync.report.log import WORKER_DEVICE, WORKER_PEAK
 from megasync.run.step_log import PHASES
 from megasync.tools.serving.replicas import replicas
 from megasync.tools.serving.source import find_source
 from tests.runs.table_cases import BUFFER, STOPS, table_config
 from tests.runs.train_cases import (
-    COMMAND,
-    ROOT,
     SUBMIT,
     TORCHRUN,
     break_rewards,
@@ -85,27 +80,28 @@ def test_a_run_says_what_it_will_do_and_where_its_results_are(first_start: tuple
     )
 
 
-def test_a_finished_run_says_so_before_anything_is_started(first_run: Path) -> None:
-    config = first_run.parents[1] / "config.yaml"
-    for command in (["train"], ["train", "--check"], ["submit"]):
-        done = subprocess.run([*COMMAND, *command, str(config)], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0
-        more = "for more of them write run.steps=NUMBER, for another run run.name=NAME"
-        assert done.stdout == f"{first_run}: all 6 steps are done; {more}\n"
+def test_a_finished_run_says_so_before_anything_is_started(first_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(first_run.parents[1] / "config.yaml")
+    more = "for more of them write run.steps=NUMBER, for another run run.name=NAME"
+    for command in (["train", config], ["train", "--check", config], ["submit", config]):
+        assert cli.main(command) == 0
+        assert capsys.readouterr().out == f"{first_run}: all 6 steps are done; {more}\n"
 
 
-def test_check_says_what_would_start_and_refuses_what_the_checkpoint_does_not_fit(first_run: Path) -> None:
+def test_check_says_what_would_start_and_refuses_what_the_checkpoint_does_not_fit(
+    first_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, before = first_run.parents[1] / "config.yaml", sorted(first_run.parent.rglob("*"))
-    check = [*COMMAND, "train", "--check", str(config), "run.steps=8"]
-    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"from {first_run}/checkpoints/step_00000006\n" in done.stdout and "steps 7 to 8; " in done.stdout
+    check = ["train", "--check", str(config), "run.steps=8"]
+    assert cli.main(check) == 0
+    said = capsys.readouterr().out
+    assert f"from {first_run}/checkpoints/step_00000006\n" in said and "steps 7 to 8; " in said
     for override, words in (("engine.lora.rank=4", "lora_rank is 4, the checkpoint has 0"), ("model.dtype=bfloat16", "dtype is")):
-        done = subprocess.run([*check, override], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and words in done.stderr and "checkpoint.resume=never" in done.stderr, done.stderr
-    subprocess.run(
-        [*check, "run.name=another", "run.dir=" + str(first_run.parent / "new")], cwd=ROOT, check=True, capture_output=True
-    )
+        with pytest.raises(SystemExit) as left:
+            cli.main([*check, override])
+        said = capsys.readouterr().err
+        assert left.value.code == 2 and words in said and "checkpoint.resume=never" in said, said
+    assert cli.main([*check, "run.name=another", "run.dir=" + str(first_run.parent / "new")]) == 0
     assert sorted(first_run.parent.rglob("*")) == before, "nothing was written"
 
 
@@ -213,10 +209,11 @@ def test_rewards_are_shown_as_given_and_beside_them_what_the_penalty_for_length_
 def test_checkpoints_take_what_doctor_expects(first_run: Path) -> None:
     config = load_config(first_run / "config.yaml")
     parameters = num_parameters(Path(config.model.path))
-    expected = disk_bytes(config, parameters) - version_log.disk_bytes(config, parameters)
+    expected = disk_bytes(config, parameters) - log_bytes(config, parameters)
     assert bytes_below(first_run / "checkpoints") == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.long
 def test_evaluate_and_generate_find_what_the_run_found(
     first_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,33 +249,22 @@ def test_evaluate_and_generate_find_what_the_run_found(
     assert f"avg@1    {found['sets']['small']['avg@1']['mean']:.4f}  [" in greedy
 
 
-def test_a_run_resumed_colocated_is_the_same_bit_for_bit_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
-    """Whoever has the devices. It goes on for ever, so that it is cut off in the midst of its work."""
-    colocated = ("rollout.placement=colocated", "sync.transport=ipc")
-    copy = cut_off_copy(first_run, tmp_path)
-    with endless_run(TORCHRUN, table_config(tmp_path), *colocated, "--nproc", "2") as run:
-        run.wait_for(7)
-        assert far_listeners(run.marker) == []
-        run.ranks()[0].kill()
-    assert run.process.returncode == 1, run.said.read_text()
-    assert exact(copy)[:6] == exact(first_run)
-    checkpoints = {p.name for p in (copy / "checkpoints").iterdir()}
-    assert {"step_00000003", "step_00000006"} <= checkpoints and ".partial_step_00000006" not in checkpoints
-
-
-def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_each_sample_and_evaluation_once_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
+    """It goes on for ever, so that it is cut off in the midst of its work."""
     copy = cut_off_copy(first_run, tmp_path)
     with endless_run(TORCHRUN, table_config(tmp_path), "--nproc", "2") as run:
         run.wait_for(7)
-        os.killpg(run.process.pid, signal.SIGINT)
-    assert run.process.returncode == 130
-    cause, stop, report, newest, again = run.said.read_text().splitlines()[-5:]
-    assert stop.endswith(f"touch {copy}/stop")
-    assert cause.endswith("ended by SIGINT")  # a library of a rank's may have left a line without an end
-    assert report == f"report: {copy}/report.html" and (copy / "report.html").stat().st_size > 0
+        assert far_listeners(run.marker) == []
+        run.ranks()[0].kill()
     said = run.said.read_text()
-    assert f"from {copy}/checkpoints/step_00000003" in said and "Traceback" not in said
+    assert run.process.returncode == 1, said
+    cause, report, newest, again = said.splitlines()[-4:]
+    assert "`megasync doctor CONFIG`" in cause.partition("rank 0 was ended by SIGKILL: ")[2]  # behind a library's unended line
+    assert report == f"report: {copy}/report.html" and (copy / "report.html").stat().st_size > 0
+    assert f"from {copy}/checkpoints/step_00000003" in said
     assert (newest[:19], again[:15]) == ("newest checkpoint: ", "go on from it: ")
+    checkpoints = {p.name for p in (copy / "checkpoints").iterdir()}
+    assert {"step_00000003", "step_00000006"} <= checkpoints and ".partial_step_00000006" not in checkpoints
     assert exact(copy)[:6] == exact(first_run)
     assert [line["step"] for line in read_evaluations(copy)][:2] == [3, 6]
     log, former = VersionReader(copy / "versions"), VersionReader(first_run / "versions")
@@ -294,8 +280,10 @@ def test_a_resumed_run_has_each_sample_and_evaluation_once_until_ctrl_c(first_ru
     assert set(trained.values()) == {8}, f"those of the step that was cut off are with another: {trained}"
 
 
-def test_through_ray_the_same_bit_for_bit_until_a_reward_raises(first_run: Path, tmp_path: Path) -> None:
-    with endless_run(SUBMIT, table_config(tmp_path), "rollout.reward=tests.runs.train_cases:breaking_reward") as run:
+def test_through_ray_and_colocated_the_same_bit_for_bit_until_a_reward_raises(first_run: Path, tmp_path: Path) -> None:
+    """Whoever starts the ranks, and whoever has the devices."""
+    overrides = ("rollout.reward=tests.runs.train_cases:breaking_reward", "rollout.placement=colocated", "sync.transport=ipc")
+    with endless_run(SUBMIT, table_config(tmp_path), *overrides) as run:
         run.wait_for(6)
         assert far_listeners(run.marker) == []
         break_rewards(tmp_path)

@@ -162,8 +162,8 @@ def test_every_layout_trains_alike(shallow: str, latent: tuple[str, dict[str, An
     two = [{**common, **layout} for layout in PAIRS]
     two.append({**two[3], "recompute": "full", "recompute_inputs": "host"})
     two += [{**of_latent, **layout} for layout in PAIRS[3:5]]
-    results = run_ranks(1, "tests.engine.engine_cases:losses", {"cases": one, "num_steps": 3})[0]
-    results += run_ranks(2, "tests.engine.engine_cases:losses", {"cases": two, "num_steps": 3})[0]
+    results = run_ranks(1, "tests.engine.engine_cases:losses", {"cases": one, "num_steps": 2})[0]
+    results += run_ranks(2, "tests.engine.engine_cases:losses", {"cases": two, "num_steps": 2})[0]
     references = {shallow: results[0], latent[0]: results[2]}
     for reference in references.values():
         assert abs(reference[-1][1] - reference[0][1]) > 0.01
@@ -258,12 +258,19 @@ def test_merge_error_tells_that_bfloat16_swallows_the_update() -> None:
 # ----------------------------------------------------------------------------------------------------- saved, resumed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resumed_run_equals_the_uninterrupted_one(root: Path, shallow: str, dtype: str) -> None:
+RESUMED = [("float32", PAIRS[1:2] + PAIRS[3:]), ("bfloat16", PAIRS[:2])]
+MORE_RESUMED = [("float32", PAIRS[:1] + PAIRS[2:3]), ("bfloat16", [layout for layout in PAIRS[2:] if "tensor" not in layout])]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layouts"), [*RESUMED, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE_RESUMED)]
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, shallow: str, dtype: str, layouts: list[dict[str, Any]]
+) -> None:
     """Bit for bit, dropout too; a checkpoint holds the adapter once and no base weights."""
-    cases = [{**layout, "dtype": dtype, "lora": {**LORA, "dropout": 0.1}, "optimizer": FAST} for layout in PAIRS]
-    cases = [case for case in cases if dtype == "float32" or "tensor" not in case]
-    arguments = {"path": shallow, "root": str(root / dtype), "cases": cases, "steps": 4, "stop": 2}
+    cases = [{**layout, "dtype": dtype, "lora": {**LORA, "dropout": 0.1}, "optimizer": FAST} for layout in layouts]
+    arguments = {"path": shallow, "root": str(tmp_path), "cases": cases, "steps": 4, "stop": 2}
     for case, result in zip(cases, run_ranks(2, "tests.engine.model.lora_cases:resumed", arguments)[0], strict=True):
         assert result["rest"] == result["whole"][2:], case
         assert result["end"] == 0

@@ -20,13 +20,16 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from engine.moe import experts
 from engine.config import ModelConfig, ParallelConfig
 from tests.engine.engine_cases import GATHER_BYTES
+from tests.support.halves import HALVES, squares
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 from tests.runs.train_cases import metrics, train, write_config
 
 STRATEGY = "data_parallel_sharding_strategy"
+ADAPTED: dict[str, Any] = {"lora": "as a test has it"}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
+        *({"wrap": wrap, "expert": 2, **ADAPTED} for wrap in ("ddp", "megatron_fsdp")),
         {"wrap": "ddp", "expert": 2},
         {"wrap": "ddp", "expert": 2, "fusions": "all", "recompute": "full"},
         {"wrap": "megatron_fsdp", "expert": 2, "recompute": "selective"},
@@ -34,20 +37,23 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         *({"wrap": "megatron_fsdp", "expert": 2, "overrides": {STRATEGY: value}} for value in ("optim", "optim_grads")),
     ],
     4: [
-        {"wrap": "ddp", "expert": 2},
+        {"wrap": "ddp", "expert": 2, "tensor": 2, "sequence": True, **ADAPTED},
         {"wrap": "ddp", "expert": 2, "overrides": {"overlap_param_gather": True}},
         {"wrap": "ddp", "expert": 4},
-        {"wrap": "ddp", "expert": 2, "pipeline": 2},
         {"wrap": "megatron_fsdp", "expert": 2},
         {"wrap": "megatron_fsdp", "expert": 2, "pipeline": 2},
         {"wrap": "ddp", "expert": 2, "tensor": 2, "sequence": True},
-        {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True},
     ],
 }
-WITH_LORA: dict[int, list[dict[str, Any]]] = {
-    2: [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")],
-    4: [{"wrap": wrap, "expert": 2, "tensor": 2, "sequence": True} for wrap in ("ddp", "megatron_fsdp")],
-}
+MORE: list[dict[str, Any]] = [  # on four ranks
+    {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True, **ADAPTED},
+    {"wrap": "ddp", "expert": 2},
+    {"wrap": "ddp", "expert": 2, "pipeline": 2},
+    {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True},
+]
+RANKS = pytest.mark.parametrize(
+    ("num_ranks", "layouts"), [(2, LAYOUTS[2]), (4, LAYOUTS[4]), pytest.param(4, MORE, marks=pytest.mark.long)]
+)
 COUNTS = ([3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0], [9])
 NUM_SAMPLES = 24
 EXPERT_BYTES = 4 * 2 * 64 * 128  # of the larger parameter of an expert
@@ -143,8 +149,10 @@ def test_selective_recompute_keeps_routers_and_shared_experts(tmp_path: Path) ->
         assert history == [pytest.approx(step, rel=1e-5, abs=1e-5) for step in first]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_path: Path, num_ranks: int) -> None:
+@RANKS
+def test_gradients_of_experts_over_ranks_are_those_of_one_rank(
+    model: str, tmp_path: Path, num_ranks: int, layouts: list[dict[str, Any]]
+) -> None:
     """Each tensor's, unclipped, over several micro-batches, and the norm; also with as many expert- as data-parallel ranks.
 
     With adapters, also of the experts, what a step adds to each merged tensor.
@@ -155,7 +163,7 @@ def test_gradients_of_experts_over_ranks_are_those_of_one_rank(model: str, tmp_p
     adapter = write_peft_adapter(tmp_path / "adapter", model, shared=True, parameters=parameters)
     lora = {"rank": 4, "alpha": 8.0, "adapter_path": str(adapter)}
     plain, with_lora = gradients(1, model, tmp_path, {"tokens": 1000}, {"tokens": 1000, "lora": lora})
-    layouts = [*LAYOUTS[num_ranks], *({**layout, "lora": lora} for layout in WITH_LORA[num_ranks])]
+    layouts = [{**layout, "lora": lora} if "lora" in layout else layout for layout in layouts]
     for layout, found in zip(layouts, gradients(num_ranks, model, tmp_path, *layouts), strict=True):
         alone, bound = (with_lora, 1e-5) if "lora" in layout else (plain, 1e-6)
         print(layout, found["num_microbatches"], found["norm"], max(found["worst"].values()))
@@ -173,18 +181,20 @@ def test_clipped_training_with_experts_over_ranks_is_that_of_one_rank(model: str
     common = {"path": model, "tokens": 60, **grpo}
     cases = [{**common, "wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
     target = "tests.engine.engine_cases:losses"
-    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 5})[0]
+    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 3})[0]
     assert min(norm for _, norm in alone) > 0.1
-    for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 5})[0], strict=True):
+    for case, history in zip(cases, run_ranks(2, target, {"cases": cases, "num_steps": 3})[0], strict=True):
         print(case, history)
         for mine, other in zip(history, alone, strict=True):
             assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, num_ranks: int) -> None:
+@RANKS
+def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(
+    model: str, num_ranks: int, layouts: list[dict[str, Any]]
+) -> None:
     """Before a step the file's, after it mbridge's conversions; no rank gathers more than a bound, or than one expert a rank."""
-    cases = [{"path": model, **layout} for layout in LAYOUTS[num_ranks] if "recompute" not in layout]
+    cases = [{"path": model, **layout} for layout in layouts if not {"recompute", "lora"} & layout.keys()]
     ranks = run_ranks(num_ranks, "tests.engine.engine_cases:export_differences", {"cases": cases}, alone=num_ranks == 4)
     for number, case in enumerate(cases):
         results = [rank[number] for rank in ranks]
@@ -199,15 +209,10 @@ def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(model: str, 
             assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
 
 
-def test_log_probs_of_experts_over_ranks_equal_transformers(model: str) -> None:
-    cases = [{"path": model, "expert": 2, "wrap": wrap, "tokens": 60} for wrap in ("ddp", "megatron_fsdp")]
-    worst = run_ranks(2, "tests.engine.engine_cases:log_probs_against_hf", {"cases": cases})[0]
-    assert max(worst) < 1e-4, worst
-
-
-def test_a_run_with_experts_over_ranks_resumes_bit_for_bit(model: str, tmp_path: Path) -> None:
-    layouts = [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
-    cases = [{**layout, "dtype": dtype} for layout in layouts for dtype in ("float32", "bfloat16")]
+@HALVES
+def test_a_run_with_experts_over_ranks_resumes_bit_for_bit(model: str, tmp_path: Path, is_black: bool) -> None:
+    pairs = squares(("ddp", "megatron_fsdp"), ("bfloat16", "float32"), is_black=is_black)
+    cases = [{"wrap": wrap, "expert": 2, "dtype": dtype} for wrap, dtype in pairs]
     arguments = {"path": model, "root": str(tmp_path), "cases": cases, "steps": 4, "stop": 2}
     for case, result in zip(cases, run_ranks(2, "tests.engine.engine_cases:resumed_losses", arguments)[0], strict=True):
         print(case)
@@ -232,20 +237,6 @@ def test_the_bench_compares_with_an_export_of_the_same_experts(model: str) -> No
     cases: list[dict[str, Any]] = [{}, {"expert": 2}, {"tensor": 2, "sequence": True}]
     for rank in run_ranks(2, "tests.engine.moe.expert_cases:mbridge_exports", {"path": model, "cases": cases}):
         assert rank == [[], [], []]
-
-
-def test_adapters_of_attention_train_alike_with_experts_over_ranks(model: str) -> None:
-    """The frozen experts have neither gradients nor optimizer state; several micro-batches."""
-    lora = {"rank": 4, "alpha": 8.0, "targets": ("linear_qkv", "linear_proj")}
-    common = {"path": model, "name": "sft", "tokens": 60, "lora": lora, "optimizer": {"learning_rate": 1e-2}}
-    layouts: list[dict[str, Any]] = [{"wrap": wrap, "expert": 2} for wrap in ("ddp", "megatron_fsdp")]
-    target = "tests.engine.engine_cases:losses"
-    (alone,) = run_ranks(1, target, {"cases": [common], "num_steps": 4})[0]
-    results = run_ranks(2, target, {"cases": [{**common, **layout} for layout in layouts], "num_steps": 4})[0]
-    for layout, history in zip(layouts, results, strict=True):
-        print(layout, history)
-        for mine, other in zip(history, alone, strict=True):
-            assert mine == pytest.approx(other, rel=1e-5)
 
 
 def test_a_whole_run_with_experts_over_ranks_goes_on_in_another_layout(model: str, tmp_path: Path) -> None:

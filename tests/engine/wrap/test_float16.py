@@ -37,7 +37,7 @@ def test_float16_learns_as_float32_under_both_wraps(model: str) -> None:
     assert "train/loss_scale" not in whole[0]
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("wrap", [pytest.param("ddp", marks=pytest.mark.long), "megatron_fsdp"])
 def test_steps_that_overflow_are_skipped_and_the_loss_scale_is_kept(model: str, wrap: str, tmp_path: Path) -> None:
     arguments = {"path": model, "root": str(tmp_path), "wrap": wrap}
     (found,) = run_ranks(1, f"{CASES}:resumed", arguments)

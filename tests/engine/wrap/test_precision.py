@@ -21,6 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
 WRAPS = ("ddp", "megatron_fsdp")
+NUM_SAMPLES = 240  # in micro-batches of 20 tokens
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("precision"), "qwen3", num_hidden_layers=2, hidden_size=64))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_of_many_microbatches_are_those_of_ddp(model: str, num_ranks: int) -> None:
     """bf16 weights: the same sums in float32, whichever wrap holds them, sharded or whole."""
     cases: list[dict[str, Any]] = [{"path": model, "wrap": wrap, "tokens": 20} for wrap in WRAPS]
     if num_ranks == 2:
         cases += [{**cases[1], "overrides": {"data_parallel_sharding_strategy": each}} for each in ("optim", "optim_grads")]
-    found = run_ranks(num_ranks, "tests.engine.wrap.precision_cases:gradients", {"cases": cases, "num_samples": 240})
+    found = run_ranks(num_ranks, "tests.engine.wrap.precision_cases:gradients", {"cases": cases, "num_samples": NUM_SAMPLES})
     ddp, *others = ([rank[place] for rank in found] for place in range(len(cases)))
     assert ddp[0]["num_microbatches"] * num_ranks >= 100
     for fsdp in others:
@@ -58,7 +59,7 @@ def test_gradients_of_one_microbatch_are_those_of_ddp_bit_for_bit(model: str, dt
 def test_gradients_are_reduced_in_bfloat16_where_that_is_asked_for(model: str, wrap: str) -> None:
     """Less memory for sums that lose small addends."""
     cases = [{"path": model, "wrap": wrap, "tokens": 20, "gradient_dtype": dtype} for dtype in ("bfloat16", "float32")]
-    found = run_ranks(2, "tests.engine.wrap.precision_cases:gradients", {"cases": cases, "num_samples": 240})
+    found = run_ranks(2, "tests.engine.wrap.precision_cases:gradients", {"cases": cases, "num_samples": NUM_SAMPLES})
     half, whole = ([rank[place] for rank in found] for place in range(2))
     error = relative_error(half, whole)
     print(wrap, half[0]["num_microbatches"], error)

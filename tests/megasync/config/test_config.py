@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import jsonschema
 import pytest
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from engine.config import EngineConfig, OptimizerConfig
-from bench.config import SHAPE_NAMES, BenchRoot
-from megasync.config.json_schema import json_schema
+from bench.config import BenchRoot, ShapeName
 from megasync.config.keys import kind_of
 from megasync.config.load import load_config, save_config
 from megasync.config.schema import Config, RolloutConfig, RunConfig
@@ -104,11 +104,9 @@ def test_interpolation_of_defaults_and_environment(tmp_path: Path, monkeypatch: 
     assert load_config(path).data.train == "/elsewhere/run.jsonl"
 
 
-@pytest.mark.parametrize(("name", "root"), [("config", Config), ("bench", BenchRoot)])
-def test_editors_get_the_schema_of_what_loads(name: str, root: type[Config]) -> None:
+@pytest.mark.parametrize("name", ["config", "bench"])
+def test_editors_get_the_schema_of_what_loads(name: str) -> None:
     path = ROOT / "docs" / f"{name}.schema.json"
-    remedy = f"python -m megasync.config.json_schema --root {root.__module__}:{root.__name__} --to docs/{name}.schema.json"
-    assert path.read_text(encoding="utf-8") == json_schema(root), remedy
     check = jsonschema.Draft202012Validator(json.loads(path.read_text(encoding="utf-8")))
     for config in CONFIGS:
         header = f"# yaml-language-server: $schema=../docs/{name}.schema.json\n"
@@ -142,7 +140,7 @@ def test_a_config_dumps_as_plain_values(empty: Path) -> None:
 def test_every_number_has_its_range_and_every_key_says_what_it_is() -> None:
     for key, field in KEYS.items():  # sections too
         assert (kind_of(field) in (int, float)) == (key in RANGES), f"{key} is a number without a range"
-    assert set(SHAPE_NAMES) == set(SHAPES)
+    assert set(get_args(ShapeName)) == set(SHAPES)
 
 
 def test_nothing_changes_after_loading(empty: Path) -> None:

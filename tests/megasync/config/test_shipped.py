@@ -24,7 +24,7 @@ from importlib import import_module
 import sys
 from megasync.config.own_packages import PACKAGES
 from megasync.config.shipped import shipped
-for module in ("engine.engine", "bridge.replicas.pool", "exact.machine", "megasync.run.session"):
+for module in ("bridge.replicas.pool", "exact.machine", "megasync.run.session"):  # the last imports engine, too
     print(import_module(module).__file__)
 for name in sys.argv[1:]:
     assert shipped(name).is_file(), shipped(name)

@@ -20,7 +20,7 @@ from tests.support.chat_families import FAMILIES
 from tests.support.conversations import TOOLS, conversation, sampled_and_trained
 from tests.support.samplers import Lines
 
-CONVERSATIONS = 200
+SEEDS = [range(80), pytest.param(range(80, 400), marks=pytest.mark.long)]
 PACKAGE = pytest.mark.skipif(find_spec("renderers") is None, reason="the package renderers of the locks is not installed")
 CASES = [
     *(pytest.param(name, False, id=name) for name in FAMILIES),
@@ -28,9 +28,10 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 @pytest.mark.parametrize(("name", "by_family"), CASES)
-def test_the_tokens_trained_are_the_tokens_sampled(name: str, by_family: bool) -> None:
-    continued, begun = sampled_and_trained(FAMILIES[name], range(CONVERSATIONS), by_family=by_family)
+def test_the_tokens_trained_are_the_tokens_sampled(name: str, by_family: bool, seeds: range) -> None:
+    continued, begun = sampled_and_trained(FAMILIES[name], seeds, by_family=by_family)
     assert continued > begun * {"llama3": 0.9, "gemma3": 0.9, "qwen3": 0.3, "glm4": 0.3, "mistral": 0.3}[name]
 
 

@@ -1,0 +1,20 @@
+"""Products of parameters in two halves, like the squares of a chessboard: CI takes the white ones, `--all` the black ones, too.
+
+Each row has half of the columns, and each column half of the rows, so that what is wrong in a whole row or column shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+HALVES = pytest.mark.parametrize("is_black", [False, pytest.param(True, marks=pytest.mark.long)], ids=["white", "black"])
+
+
+def squares(rows: Iterable[Any], columns: Iterable[Any], *, is_black: bool) -> list[tuple[Any, Any]]:
+    """The pairs of one colour, row by row; the first is white."""
+    columns = list(columns)
+    numbered = ((i + j, row, column) for i, row in enumerate(rows) for j, column in enumerate(columns))
+    return [(row, column) for number, row, column in numbered if number % 2 == is_black]
