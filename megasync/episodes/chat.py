@@ -142,7 +142,7 @@ class Model:
         A call that cannot be read stays in the content, and is one of `invalid_tool_calls`: `id`, `text` and `error`, which
         says why and is meant for the model, as the answer to that id.
 
-        continue_final_message: the last message is the begin of the model's message; the result is its continuation.
+        continue_final_message: the last message is the beginning of the model's message; the result is its continuation.
         chat_template_kwargs: variables of the chat template, in addition to the run's.
 
         Raises:

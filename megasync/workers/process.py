@@ -111,7 +111,7 @@ class Worker:
         self._packed.clear()
 
     def running_job(self) -> tuple[float, int]:
-        """time.monotonic() of the begin of the step that runs, and the number of its job; 0: no job's, or none yet."""
+        """time.monotonic() of the start of the step that runs, and the number of its job; 0: no job's, or none yet."""
         noted = os.pread(self._notes.fileno(), RUNNING.size, 0)
         while noted != (again := os.pread(self._notes.fileno(), RUNNING.size, 0)):  # it is being written
             noted = again

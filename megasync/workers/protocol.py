@@ -20,7 +20,7 @@ from megasync.workers.failure import Failure
 
 LENGTH = struct.Struct("!Q")
 READ_BYTES = 2**16
-# time.monotonic() of the begin of the current step, and the number of its job; 0: no job. A serial job is one step.
+# time.monotonic() of the start of the current step, and the number of its job; 0: no job. A serial job is one step.
 RUNNING = struct.Struct("dq")
 
 

@@ -34,7 +34,7 @@ class Collected(NamedTuple):
     """News of an actor's worker. `end`: how it ended, and its stack."""
 
     messages: list[Any]
-    step_seconds: float  # since the begin of the step that runs
+    step_seconds: float  # since the start of the step that runs
     job: int  # of that step
     end: tuple[str, str] | None
 

@@ -6,7 +6,7 @@ cursor.py       a place in a text, and what can stand there
 formats.py      the formats, a reader each
 reading.py      all calls of a text, and what of it is no call
 
-vLLM has a parser for each of these formats, made for servers: it makes a call out of the begin of one that was cut off, takes the
+vLLM has a parser for each of these formats, made for servers: it makes a call out of the start of one that was cut off, takes the
 last of two values of one key, and makes numbers of strings. `python -m tests.megasync.episodes.tool_table` prints how it and the
 package renderers do beside this. To import it takes 11 s of a CPU and 540 MB, in each process of episodes.
 """
