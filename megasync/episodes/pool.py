@@ -81,7 +81,8 @@ class EpisodeJob(Job):
     def finish(self, outcome: Outcome) -> None:
         self.history.is_deadly = self.is_deadly
         end, own = outcome.value or EpisodeEnd(failure=outcome.failure), self.spent_seconds
-        end = end._replace(own_seconds=own, tool_seconds=own if self.tool_seconds is None else self.tool_seconds)
+        tools = own if self.tool_seconds is None else min(self.tool_seconds, own)  # two processes' clocks under load
+        end = end._replace(own_seconds=own, tool_seconds=tools)
         self.result.set_result((end, [self.turns[number] for number in end.kept]))
 
 
