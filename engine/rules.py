@@ -83,7 +83,7 @@ def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem |
     return None
 
 
-EXPERTS_IN_TURNS = "clients' adapters may be of attention alone where linears of experts have these names"
+EXPERTS_IN_TURNS = "clients train adapters of attention only in a mixture of experts, whose own linears have these names"
 
 
 def leaves_experts(lora: LoraConfig) -> bool:

@@ -6,7 +6,7 @@
   that works is on the device, the others lie in host memory, until their client finishes its session, or is silent and another
   one wants the room (`service.silent_seconds`). Passes of several clients that wait are one (`service.shared_clients`).
 - Clients take turns with more than two tensor- or context-parallel ranks, interleaved stages, experts, `model.exact`.
-- Experts stay frozen: `engine.lora.targets` has linears of attention alone. Others stay so, whatever a client asks.
+- Experts stay frozen: `engine.lora.targets` names linears of attention only, and no client can train others.
 - With `service.full_parameters` one client trains all parameters. Its saved states are as large as the model's and the
   optimizer's, and its external weights a Hugging Face folder. While other weights are synced its own lie in host memory.
 - A request is logged in `runs/NAME/service/log.jsonl` before it is acknowledged. After a kill the same command replays the log

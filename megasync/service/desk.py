@@ -146,7 +146,7 @@ class Desk:
         return self._requests[name].call.scope
 
     def models_to_come(self) -> set[str]:
-        """Those of requests to create a model that wait."""
+        """Names of the models whose creation is still queued."""
         with self._changed:
             return {each.call.scope for each in self._training if each.call.kind in CREATING}
 

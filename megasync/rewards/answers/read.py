@@ -10,8 +10,8 @@ r"""The answer in a response: which part of a text counts, whatever form it has.
    rules below. An empty one has no answer, nor has one that is cut off, but for a complete \boxed in it.
 3. The last line, where it begins with ####.
 4. The last \boxed{...} or \fbox{...} that closed; several that "and", "or" or a comma join are the parts of one answer.
-5. The last "answer" or "result" of JSON; else what follows the last "the answer is", "answer:", "答案是", "答：" or the like, up
-   to the end of the sentence or line, unless it is denied ("the answer cannot be 7").
+5. What follows the last "the answer is", "answer:", "答案是", "答：" or the like, up to the end of the sentence or line, unless
+   it is denied ("the answer cannot be 7"), or the last "answer" or "result" of JSON, whichever comes later.
 6. A text that is nothing but a value. Else the only text in bold of the last line, where it is a value. Else the last number,
    formula or list in it with its unit, or the sentence where a word before it denies it ("not", "than"); words
    where there is none.
@@ -86,7 +86,7 @@ JSON_ANSWER = re.compile(
     r'"(?:(?:final[_ ]?)?answer|result)"\s{0,9}:\s{0,9}("(?:[^"\\\n]|\\.){0,999}"|[^",{}\n]{1,999})',
     re.IGNORECASE,
 )
-SINGLE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\[A-Za-z]{2}(?<!\\u[0-9a-fA-F])")  # of LaTeX; \\n alone is JSON's
+SINGLE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\[A-Za-z]{2}(?<!\\u[0-9a-fA-F])")  # of LaTeX; one letter, as in \\n, is JSON's
 CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
 IN_CJK = re.compile(f"[{CJK}]")
@@ -247,7 +247,7 @@ def _unit_after(text: str, end: int) -> str:
 
 
 def _last_phrase(text: str) -> str:
-    """What follows the last "the answer is" or the like; empty: there is none, or nothing follows."""
+    """What follows the last "the answer is" or the like, or the last answer in JSON; empty: neither, or nothing follows."""
     of_json = list(JSON_ANSWER.finditer(text))
     within_json = {place for mark in of_json for place in range(*mark.span())}
     phrases = [mark for mark in PHRASE.finditer(text) if mark.start() not in within_json]

@@ -75,7 +75,7 @@ GLM |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": Tru
     ],
 )
 def test_groups_that_routers_cannot_choose_from(tmp_path: Path, changes: dict[str, object], key: str) -> None:
-    """Of 8 experts, of which a token takes 4."""
+    """The model has 8 experts and sends each token to 4 of them."""
     error = model_refused(write_model(tmp_path, **{**GLM, **changes}))
     assert (error.key, error.value) == (key, str(changes[key]))
 
