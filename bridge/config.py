@@ -57,7 +57,7 @@ class SyncConfig(BaseModel):
     canary_tolerance: Annotated[float, Field(ge=0)] | None = 0.2
     """After each sync trainer and one replica in turn score a few prompts; the run stops where their log-probs differ by more
     than this a token on average, which averages bf16 noise out (0.006 in a dense 3B, 0.03 at its worst token) and wrong weights
-    not; 0 or null: no such probe."""
+    not; with rollout.dtype=fp8 the limit is five times as large; 0 or null: no such probe."""
     log: VersionLog = "off"
     """What `versions/` in the run's folder keeps of every version. digests: a digest of each tensor; deltas: besides, what
     changed since the version before, out of which `megasync export --version` makes the weights again, bit for bit; that takes
@@ -77,6 +77,7 @@ class ReplicaConfig:
     dtype: str = "bfloat16"
     head_dtype: str = ""  # of logits; empty: that of the model
     is_deterministic: bool = False  # equal requests get equal responses, whatever runs beside them, on GPUs too
+    is_fp8: bool = False  # linears of layers are quantised (export/fp8.py); the first sync brings the weights
     is_exact: bool = False  # every log-prob has the trainer's bits
     tensor_parallel: int = 1
     max_model_len: int | None = None
@@ -102,3 +103,8 @@ class ReplicaConfig:
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field
     key: str = "rollout"  # of the user's config, for errors
     gpus_beside: int = 0  # of this host, for replicas of other models
+
+    @property
+    def serves_folder(self) -> bool:
+        """Whether it may generate before the first sync: a quantised one has random weights until then, as a bench may want."""
+        return not self.is_fp8 or self.engine_arguments.get("load_format") == "dummy"

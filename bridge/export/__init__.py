@@ -6,4 +6,6 @@ gather.py         plans of passes: shards gathered, adapters merged, into memory
 trace.py          a conversion as copies, recorded once
 merge.py          adapters merged into their weights (pure functions)
 adapter.py        the adapters alone as a source
+fp8.py            a source whose linears are quantised,
+fp8_kernel.py     and on CUDA
 """

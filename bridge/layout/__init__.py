@@ -1,6 +1,7 @@
 """The content of a sync: tensors in buckets, the copies into and out of them, and digests. Knows no Megatron, no vLLM and no Ray.
 
 manifest.py       the ordered list of tensors that a sync carries
+quantised.py      which of them travel in FP8
 bucket.py         tensors lie in fixed-size buckets: the SyncPlan of both sides (pure functions)
 lanes.py          which rank sends which buckets to whom, where there are several hosts (pure functions)
 regions.py        strided regions of memory and copies between them (pure functions)

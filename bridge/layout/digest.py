@@ -142,5 +142,8 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_value(tensor: torch.Tensor) -> int:
-    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm/weights/readback.py)."""
-    return digest_tensor(tensor + 0 if tensor.is_floating_point() else tensor)
+    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm/weights/readback.py).
+
+    Numbers of one byte are read as they are.
+    """
+    return digest_tensor(tensor + 0 if tensor.is_floating_point() and tensor.element_size() > 1 else tensor)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from model_folder.files import read_header, weight_files
 
 DTYPES = (  # in safetensors, in torch, bytes of an element
     ("F64", "float64", 8),
@@ -92,33 +92,6 @@ class Manifest:
         return Manifest(tuple(tensor for part in parts for tensor in part.tensors))
 
 
-def read_safetensors_header(path: Path) -> list[TensorSpec]:
-    """The tensors of one file, in the file's order.
-
-    Raises:
-        ValueError: the file is cut off or is no safetensors file.
-    """
-    try:
-        with safe_open(path, framework="np") as file:
-            entries = [(name, file.get_slice(name)) for name in file.offset_keys()]
-    except SafetensorError as error:
-        remedy = "copy or download it again"
-        raise ValueError(f"{path} is not a whole safetensors file ({path.stat().st_size} bytes): {error}; {remedy}") from error
-    return [TensorSpec(name, SAFETENSORS_DTYPES[entry.get_dtype()], tuple(entry.get_shape())) for name, entry in entries]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that hold its weights: those of its index, else model.safetensors, if that is there.
-
-    Others, such as the consolidated.safetensors of Mistral's, may stand beside them and hold the same under other names.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return list(folder.glob("model.safetensors"))
-    weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    return [folder / name for name in sorted(set(weight_map.values()))]
-
-
 def read_folder_manifest(path: str | Path) -> Manifest:
     """The manifest of a Hugging Face folder, from the headers of its safetensors files (one file, or several by index).
 
@@ -130,7 +103,8 @@ def read_folder_manifest(path: str | Path) -> Manifest:
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ValueError(f"model folder {folder} lacks {', '.join(missing)}; give a folder with its safetensors files")
-    return Manifest(tuple(spec for file in files for spec in read_safetensors_header(file)))
+    entries = [entry for file in files for entry in read_header(file)[0]]
+    return Manifest(tuple(TensorSpec(each.key, SAFETENSORS_DTYPES[each.dtype], tuple(each.shape)) for each in entries))
 
 
 def without_predictors(manifest: Manifest, num_layers: int) -> Manifest:
@@ -146,7 +120,8 @@ def without_predictors(manifest: Manifest, num_layers: int) -> Manifest:
 def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bool) -> list[str]:
     """Why a replica that holds `held` and computes in `dtype` cannot take `manifest`; empty when it can.
 
-    Tensors travel in the replica's `dtype`, those that have another one in the folder also in that, ALWAYS_FLOAT32 in float32.
+    Tensors travel in the replica's `dtype`, those that have another one in the folder also in that, ALWAYS_FLOAT32 in float32,
+    quantised ones as they are held.
     With tied embeddings the head may come along or stay away.
     """
     main_dtype = _main_dtype(held)
@@ -161,6 +136,8 @@ def find_differences(manifest: Manifest, held: Manifest, dtype: str, *, tied: bo
         if own is None:
             continue
         dtypes = [dtype] if own.dtype == main_dtype else [own.dtype, dtype]
+        if own.dtype.startswith("float8"):
+            dtypes = [own.dtype]
         if spec.name.endswith(ALWAYS_FLOAT32):
             dtypes = ["float32"]
         if spec.shape != own.shape:

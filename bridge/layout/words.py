@@ -2,7 +2,7 @@
 
     words(tensor)[places] += differences    # in the tensor's own memory
 
-Leaves out computations on them (digest.py, bridge/versions/delta.py).
+Leaves out computations on them (digest.py, bridge/versions/weight_delta.py).
 """
 
 from __future__ import annotations

@@ -28,6 +28,15 @@ def gpu_names() -> list[str]:
     return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
+def compute_capabilities() -> list[float]:
+    """Of the visible GPUs; none where nvidia-smi does not say."""
+    if shutil.which("nvidia-smi") is None or not (visible := visible_devices()):
+        return []
+    command = ["nvidia-smi", "-i", ",".join(visible), "--query-gpu=compute_cap", "--format=csv,noheader"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return [float(each) for each in listed if each.replace(".", "", 1).isdigit()]
+
+
 def replica_devices(visible: Sequence[str], num_replicas: int, tensor_parallel: int) -> tuple[str, ...]:
     """CUDA_VISIBLE_DEVICES of each replica: the next `tensor_parallel` of `visible` each; nothing on a machine without GPUs.
 

@@ -29,6 +29,8 @@ OWN_KEYS = {  # fields that a key of a run's config sets
     "max_model_len": "rollout.max_model_len",
     "max_num_seqs": "rollout.max_num_seqs",
     "model": "model.path",
+    "quantization": "rollout.dtype",
+    "quantization_config": "rollout.dtype",
     "seed": "run.seed",
     "tensor_parallel_size": "rollout.tensor_parallel",
     "tokenizer": "model.path",
@@ -39,7 +41,6 @@ _BLOCKS = "blocks of its cache would outlive the weights that made them"
 _CHUNKS = "on CPUs vLLM draws other random numbers with it; on GPUs it is on"
 _MODEL = "the replicas would compute with another model than the trainer"
 _OFFLOAD = "weights have to stay where a sync writes them"
-_QUANTIZED = "quantised weights are out of scope"
 _WORKERS = "a replica is rollout.tensor_parallel workers of one host, which the sync counts on"
 REFUSED = {
     **dict.fromkeys(("default_mm_loras", "fully_sharded_loras", "lora_dtype", "lora_target_modules", "max_loras"), _ADAPTER),
@@ -47,7 +48,7 @@ REFUSED = {
     **dict.fromkeys(("hf_config_path", "hf_overrides", "model_class_overrides", "model_weights"), _MODEL),
     **dict.fromkeys(("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size"), _OFFLOAD),
     **dict.fromkeys(("offload_num_in_group", "offload_params", "offload_prefetch_step"), _OFFLOAD),
-    **dict.fromkeys(("allow_deprecated_quantization", "quantization", "quantization_config"), _QUANTIZED),
+    "allow_deprecated_quantization": "rollout.dtype has one quantisation, which is not deprecated",
     **dict.fromkeys(("data_parallel_address", "data_parallel_backend", "data_parallel_external_lb"), _WORKERS),
     **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_rank", "data_parallel_rpc_port"), _WORKERS),
     **dict.fromkeys(("data_parallel_multi_port_external_lb", "data_parallel_size_local"), _WORKERS),

@@ -43,6 +43,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("a config, or --compare RUN, is expected")
     if given.gpus is not None and given.gpus < 1:
         parser.error(f"--gpus {given.gpus}: at least 1")
+    if given.mean_prompt_tokens is not None and given.mean_prompt_tokens < 1:
+        parser.error(f"--mean-prompt-tokens {given.mean_prompt_tokens}: at least 1")
     return given
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.config import DTYPE_BYTES
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
 from megasync.launch.num_ranks import num_teacher_gpus
@@ -33,7 +34,7 @@ from megasync.tools.plan.memory import (
 )
 from megasync.tools.plan.meta.activations import Activations, multiple_of_tokens, trace
 from megasync.tools.plan.meta.ranks import Counts, build_rank, world
-from megasync.tools.plan.replicas import WorkerMemory, worker_memory
+from megasync.tools.plan.replicas import WorkerMemory, served_item, worker_memory
 
 MAX_STAGES = 4  # of a pipeline that are traced: the first, the last and those beside them
 RESERVED_BESIDE = 1.5  # times the trainer's buckets and workspaces stay reserved while vLLM is awake
@@ -138,7 +139,7 @@ def make_plan(config: Config, request: Request) -> Plan:
     num_parameters = _of_all(grid, [stage_parameters(stage.counts, grid) for stage in stages])
     worker = None
     if config.algorithm.name == "grpo":
-        sent = max(sent_bytes(config, stage.counts, grid) for stage in stages)
+        sent = max(_sent(config, shape, stage.counts, grid, num_parameters) for stage in stages)
         worker = worker_memory(config, shape, num_parameters, request.hardware, sent)
     on = times.Machine(config, request.hardware, grid, work, traced[0][2])
     seconds = _seconds(on, shape, stages, num_parameters, worker)
@@ -156,6 +157,12 @@ def _trace(config: Config, number: int, lengths: tuple[int, ...]) -> tuple[Count
         rank = build_rank(config.model, engine)
         found = trace(rank, engine, lengths, has_entropy=has_entropy)
         return rank.counts, found, times.Multiplications.of(rank.bridge)
+
+
+def _sent(config: Config, shape: ModelShape, counts: Counts, grid: Grid, num_parameters: int) -> int:
+    """As sent_bytes; of a stage that is quantised as the model is on average."""
+    share = served_item(config, shape, num_parameters) / DTYPE_BYTES[config.model.dtype]
+    return int(sent_bytes(config, counts, grid) * share)
 
 
 def _of_all(grid: Grid, sizes: list[int]) -> int:
@@ -181,7 +188,7 @@ def _seconds(
     }
     generation = times.Generation(0.0, 0.0)
     if worker is not None:
-        sent = _of_all(on.grid, [sent_bytes(config, stage.counts, on.grid) for stage in stages])
+        sent = _of_all(on.grid, [_sent(config, shape, stage.counts, on.grid, num_parameters) for stage in stages])
         parts["sync"] = times.sync_seconds(on, sent)
         generation = times.generation_seconds(on, shape, num_parameters, worker)
         if config.rollout.is_colocated:

@@ -6,11 +6,16 @@ rollout.kv_cache_bytes sets its size. Leaves out the trainer, which may share th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from bridge.layout.quantised import is_quantised
 from engine.config import DTYPE_BYTES
+from megasync.checks.served_sizes import cached_item
 from megasync.config.schema import Config
+from megasync.models.folder import model_fields
 from megasync.models.model_shape import ModelShape
+from megasync.models.tensors import expected_tensors
 from megasync.tools.plan.hardware import Hardware, num_bytes
 
 BATCHED_TOKENS = 2048  # vllm/config/scheduler.py: max_num_batched_tokens of an engine that is neither LLM's nor a server's
@@ -34,7 +39,7 @@ def worker_memory(
 ) -> WorkerMemory:
     """`num_parameters`: of the whole model, tied embeddings once; `sent_bytes`: of a sync, None: that of all weights."""
     rollout = config.rollout
-    whole = num_parameters * DTYPE_BYTES[config.model.dtype]
+    whole = int(num_parameters * served_item(config, shape, num_parameters))
     weights = whole // rollout.tensor_parallel
     sent = whole if sent_bytes is None else sent_bytes
     buckets = 0 if rollout.is_colocated else 2 * min(config.sync.bucket_bytes, sent)
@@ -51,6 +56,16 @@ def worker_memory(
     shown = {name: size for name, size in parts.items() if size}
     asleep = outside + parts["kernels"] + graphs + parts["sampling state"]
     return WorkerMemory(shown, cache // cache_bytes_per_token(config, shape), asleep)
+
+
+def served_item(config: Config, shape: ModelShape, num_parameters: int) -> float:
+    """Bytes of a parameter on the replicas and in a sync, on average."""
+    item = DTYPE_BYTES[config.model.dtype]
+    if config.rollout.dtype != "fp8":
+        return item
+    sizes = [size for name, size in expected_tensors(shape, model_fields(config.model.path)).items() if is_quantised(name)]
+    saved = sum(math.prod(size) * (item - 1) - 4 * size[0] for size in sizes)  # each row has a float32 scale
+    return item - saved / num_parameters
 
 
 def _uses_second_runner(shape: ModelShape) -> bool:
@@ -100,8 +115,7 @@ def _graphs(config: Config, shape: ModelShape) -> int:
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
     """On one worker."""
-    numbers = shape.num_cached_layers * shape.cached_numbers(config.rollout.tensor_parallel)
-    return int(numbers * DTYPE_BYTES[config.model.dtype])
+    return shape.num_cached_layers * shape.cached_numbers(config.rollout.tensor_parallel) * cached_item(config)
 
 
 def running_at_once(config: Config, worker: WorkerMemory, mean_tokens: float) -> int:

@@ -21,7 +21,7 @@ from megasync.tools.plan.hardware import Hardware, constant
 from megasync.tools.plan.layout import Grid, Work
 from megasync.tools.plan.lengths import decode_steps
 from megasync.tools.plan.meta.ranks import Counts
-from megasync.tools.plan.replicas import WorkerMemory, cache_bytes_per_token, running_at_once
+from megasync.tools.plan.replicas import WorkerMemory, cache_bytes_per_token, running_at_once, served_item
 
 ADAPTER_MOVES = 7  # by LoRA's narrow products: numbers read and written, a token, over a layer's weights / hidden size
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
@@ -167,10 +167,11 @@ def generation_seconds(on: Machine, shape: ModelShape, num_parameters: int, work
     samples = -(-work.num_samples // rollout.replicas)
     at_once = min(samples, running_at_once(on.config, worker, work.mean_tokens))
     products = (model.layers + model.output) / rollout.tensor_parallel  # of a token on one GPU
+    item = served_item(on.config, shape, num_parameters)
     cached = 0.75 * work.mean_tokens * cache_bytes_per_token(on.config, shape)
 
     def device(running: float) -> float:
-        weights = min(num_parameters / rollout.tensor_parallel, products * max(1.0, running)) * on.item
+        weights = min(num_parameters / rollout.tensor_parallel, products * max(1.0, running)) * item
         graphs = 0.0 if rollout.enforce_eager else model.num_layers * constant("decode_layer_graph")
         return max((weights + running * cached) / on.hardware.bandwidth, 2 * products * running / on.flops) + graphs
 

@@ -106,7 +106,7 @@ def differing(path: str, count: int, rounds: int) -> dict[str, Any]:
         with vllm_model(path, 4000) as (model, config, names):
             shared: list[int] = []
             for turn in range(rounds):
-                for sequence in waiting:  # begun anew in other pages, but for those of the common prefix
+                for sequence in waiting:  # begun again in other pages, but for those of the common prefix
                     sequence.done, has_prefix = 0, len(sequence.ids) > PREFIX + 1
                     keeps = bool(shared) and has_prefix and rng.random() < 0.7
                     sequence.pages = [free.pop(0) for _ in sequence.pages]

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from bridge.vllm.weights import latent, reload
+from bridge.vllm.weights import experts, fp8, latent, reload
 from bridge.receive.bake import bake
+from bridge.export.fp8 import QuantisedSource
+from bridge.export.source import whole_tensors
 from bridge.layout.bucket import SyncPlan
 from bridge.layout.manifest import read_folder_manifest
 from bridge.layout.plan import LoadPlan
+from bridge.layout.quantised import quantised_manifest
 from bridge.receive.unpack import Unpacker
-from bridge.layout.digest import digest_value
+from bridge.layout.digest import as_bytes, digest_value
 from bridge.vllm.weights.readback import digest_whole, hf_slices, tensor_group
 from bridge.processes import MEMORY_FOLDER
+from tests.support.sources import DictSource
 
 STARTS_PROCESSES = True  # see ranks.py
 BUCKET_BYTES = 100_000
 
 
-def build_model(folder: str, tensor_parallel: int) -> tuple[Any, torch.nn.Module]:
-    """vLLM's config and its model with the folder's weights; what CPUs do to them after loading is left out."""
+def build_model(folder: str, tensor_parallel: int, *, is_fp8: bool = False, **fields: Any) -> tuple[Any, torch.nn.Module]:
+    """vLLM's config and its model with the folder's weights; what CPUs do to them after loading is left out.
+
+    `is_fp8`: of random weights in FP8.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import base_loader, get_model
 
-    config = EngineArgs(
-        model=folder, dtype="float32", max_model_len=64, tensor_parallel_size=tensor_parallel, enforce_eager=True,
-        skip_tokenizer_init=True, distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
-        **latent.engine_arguments(folder, {}),
-    ).create_engine_config()  # fmt: skip
+    arguments = {
+        "model": folder, "dtype": "float32", "max_model_len": 64, "tensor_parallel_size": tensor_parallel, "enforce_eager": True,
+        "skip_tokenizer_init": True, "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
+        **latent.engine_arguments(folder, {}), **fields,
+    }  # fmt: skip
+    if is_fp8:
+        fp8.register()
+        arguments |= fp8.ENGINE_ARGUMENTS | {"moe_backend": "auto"}  # CPUs do not have ours
+    config = EngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             os.environ["VLLM_DIST_IDENT"] = os.environ["MASTER_PORT"]  # a worker process gets it from its executor
@@ -150,7 +163,64 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "digests": misdigested(model, tensors),
             "disagreement": disagreement(model),
         }
-    # shared memory in which vLLM's CPU workers add up; of a replica the actor removes it
+    remove_shared_memory()
+    return results
+
+
+def quantised_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
+    """As `planned_models`, in FP8: what a source quantises reaches a model of random weights as vLLM loads it from a folder."""
+    results = {}
+    for family, (before, after) in families.items():
+        config, model = build_model(before, tensor_parallel, is_fp8=True, dtype="bfloat16")
+        process(model)
+        with reload.config_scope(config), fp8.as_created(model):
+            manifest = quantised_manifest(read_folder_manifest(before))
+            plan = bake(manifest, model, model.load_weights, reload.transformation(model), latent.is_derived)
+        source = QuantisedSource(DictSource(load_file(Path(after) / "model.safetensors")))
+        tensors = {name: tensor.clone() for name, tensor in whole_tensors(source)}
+        scatter_all(plan, tensors)
+        unplanned = [spec.name for index, spec in enumerate(manifest.tensors) if plan.copies[index] is None]
+        reload.load_stream(model, [(name, tensors[name].clone()) for name in unplanned])
+        quantised = Path(f"{after}-fp8")
+        if dist.get_rank() == 0:
+            write_quantised(Path(after), quantised, tensors)
+        dist.barrier()
+        fresh = build_model(str(quantised), tensor_parallel, dtype="bfloat16")[1]
+        process(fresh)
+        loaded = dict(fresh.named_parameters())
+        results[family] = {
+            "fallback": plan.loader_fallback,
+            "quantised": sum(fp8.is_quantised(layer) for layer in model.modules()),
+            "differing": [name for name, p in model.named_parameters() if not torch.equal(as_bytes(p), as_bytes(loaded[name]))],
+            "read_back": misread(model, tensors),
+            "digests": misdigested(model, tensors),
+        }
+    remove_shared_memory()
+    return results
+
+
+def process(model: torch.nn.Module) -> None:
+    """What vLLM does to layers in FP8 after loading; for experts, which it has on GPUs alone, ours there is taken."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    for layer in model.modules():
+        if experts.is_fused_experts(layer):
+            layer.quant_method.fp8_backend = Fp8MoeBackend.TRITON  # type: ignore[union-attr]
+        elif fp8.is_quantised(layer):
+            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+
+
+def write_quantised(source: Path, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The folder with other tensors, which config.json describes."""
+    from bridge.vllm.weights.fp8_config import CONFIG
+
+    shutil.copytree(source, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": CONFIG}))
+
+
+def remove_shared_memory() -> None:
+    """In which vLLM's CPU workers add up; of a replica the actor removes it."""
     for path in MEMORY_FOLDER.glob(f"{os.environ.get('VLLM_DIST_IDENT', '-')}-*-cpushm_*"):
         path.unlink(missing_ok=True)
-    return results

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from engine.attention.windows import layer_windows
-from engine.config import LATENT_FAMILIES
+from engine.config import LATENT_FAMILIES, MOE_FAMILIES
+from megasync.checks.fp8 import OTHER_LINEARS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import DELTA_SERVED, SERVED, write_tiny_model
 
@@ -68,3 +70,22 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
             is_reported = tensor_parallel == 2 and rank == 0
             assert result["disagreement"] == "workers of one replica hold different values of model.norm.weight" * is_reported
             assert result["num_parameters"] > 20
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_quantised_weights_are_planned_and_read_back_bit_for_bit(tmp_path: Path, tensor_parallel: int) -> None:
+    families = {"mixtral": False, **FAMILIES}
+    folders = {
+        family: [str(write_tiny_model(tmp_path / f"{family}{seed}", family, tied, seed, torch.bfloat16)) for seed in range(2)]
+        for family, tied in families.items()
+        if family not in OTHER_LINEARS
+    }
+    arguments = {"families": folders, "tensor_parallel": tensor_parallel}
+    for results in run_ranks(tensor_parallel, "tests.bridge.vllm.plan_cases:quantised_models", arguments, alone=True):
+        for family, result in results.items():
+            layers = AutoConfig.from_pretrained(folders[family][0]).num_hidden_layers
+            converted = {f"model.layers.{layer}.mlp.gate" for layer in (1, 2)} if family == "glm4_moe" else set()  # to float32
+            assert result["fallback"].keys() == converted, family
+            assert result["quantised"] >= (3 if family in MOE_FAMILIES else 4) * layers, family
+            assert result["differing"] == [], family
+            assert {*result["read_back"], *result["digests"]} <= {f"{name}.weight" for name in converted}, family

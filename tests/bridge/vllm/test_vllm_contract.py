@@ -26,7 +26,7 @@ from bridge.config import ReplicaConfig
 from bridge.vllm.exact import register
 from bridge.vllm.serving import api, arguments as vllm_arguments, patches
 from bridge.vllm.serving.requests import to_completion
-from megasync.checks.sizes import HEADS_ON_CPUS
+from megasync.checks.served_sizes import HEADS_ON_CPUS
 from megasync.config.keys import all_keys
 from megasync.config.schema import Config
 from tests.support.replicas import numbers

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.config.schema import Config
-from megasync.run.canary import Canary, CanaryError, bisect_remedy, mean_gap, probe_sequences, read_back_difference
+from megasync.run.canary import Canary, CanaryError, bisect_remedy, largest_gap, mean_gap, probe_sequences, read_back_difference
 from tests.support.ranks import run_ranks
 
 PROMPTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=6)
@@ -89,3 +89,9 @@ def test_the_first_layer_is_named() -> None:
     assert "is model.embed_tokens, in" in read_back_difference(["model.embed_tokens.weight"], "")
     assert "it holds what was sent" in read_back_difference([], "")
     assert "could not be read back: dead" in read_back_difference([], "dead")
+
+
+def test_quantised_replicas_may_be_further_away() -> None:
+    given = {"sync": {"canary_tolerance": 0.1}, "rollout": {"dtype": "fp8"}}
+    assert largest_gap(Config.model_validate(given)) == 5 * largest_gap(Config.model_validate({"sync": given["sync"]})) == 0.5
+    assert largest_gap(Config.model_validate({"model": {"exact": True}})) == 0

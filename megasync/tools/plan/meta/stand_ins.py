@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention import context, core, delta, flash, fused
-from engine.model import lora
+from engine.attention import context, core, delta_net, flash, fused
+from engine.model import lora_linears
 from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
@@ -105,10 +105,10 @@ def _attend_grouped(self: Any, query: torch.Tensor, key: torch.Tensor, value: to
 def _attend_delta(
     packed: Any, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, *others: Any
 ) -> torch.Tensor:
-    """delta.attend for sequences of one length, as above."""
+    """delta_net.attend for sequences of one length, as above."""
     index = torch.arange(len(mixed), device="meta")
     rows = index.view(len(packed.lengths), -1)
-    out = delta.of_sequences(mixed[rows], log_decay[rows], strength[rows], *others).flatten(0, 1)[index]
+    out = delta_net.of_sequences(mixed[rows], log_decay[rows], strength[rows], *others).flatten(0, 1)[index]
     return torch.cat([out])[index]
 
 
@@ -202,12 +202,12 @@ def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: 
             del kernels[-1]
         for owner, name, stand_in in (
             *kernels,
-            (delta, "attend", _attend_delta),
+            (delta_net, "attend", _attend_delta),
             (fused, "_mark_dynamic", lambda *_: None),
             (context, "attend", _attend_over_context),
             (flash, "attend_prefixes", _attend),
             (flash, "_alone", _attend),
-            *((module, "grouped_linear", _Grouped.apply) for module in (experts, lora)),
+            *((module, "grouped_linear", _Grouped.apply) for module in (experts, lora_linears)),
             (TokenDispatcher, "preprocess", _equal_shares),
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
             (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),
