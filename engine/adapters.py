@@ -1,13 +1,16 @@
-"""Adapters that take turns on one base model: the one that works is on the device, the others lie in host memory.
+"""Adapters that take turns on one base model. While they wait, the last used ones lie on the device, the others in host memory.
 
 SPMD: every rank calls. An adapter is created with a rank of its own, up to the engine's; rows above it are zero and stay zero,
-since the gradient of each factor is a product with the other. All that is an adapter's own is swapped: factors, optimizer state,
-gradients that were added up. Each so has the bits that it would have alone. In an engine without lora an "adapter" is a copy of
-the whole model, which is trained in all parameters. Leaves out passes and steps (driven.py).
+since the gradient of each factor is a product with the other. The state of an adapter on this rank, or its shards, is copied in
+and out: factors, optimizer state, gradients that were added up. Each so has the bits that it would have alone. In an engine
+without lora an "adapter" is a copy of the whole model, which is trained in all parameters. Leaves out passes and steps
+(driven.py).
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +19,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from engine import rules
-from engine.config import DELTA_TARGETS, LATENT_TARGETS, TARGET_OF, LoraConfig, LoraTarget
+from engine.config import DELTA_NET_TARGETS, LATENT_TARGETS, LoraConfig, LoraTarget
 from engine.engine import Engine
 from engine.model import lora
 from engine.peft import factors
-from engine.runtime.megatron import RowParallelLinear
 from engine.runtime.tensor_file import save_tensors
-from engine.wrap.optimizer import inner_optimizers
+from engine.wrap.items import Adapter, AdapterItem
+from engine.wrap.optimizer import inner_optimizers, local
 
-ATTENTION, MLP = ("linear_qkv", *LATENT_TARGETS, *DELTA_TARGETS), ("linear_fc1", "linear_fc2")
+RESIDENT_SHARE = 0.1  # of a GPU's memory
+ATTENTION, MLP = ("linear_qkv", *LATENT_TARGETS, *DELTA_NET_TARGETS), ("linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,71 @@ class RefusedError(ValueError):
     """What a caller asked for cannot be done; nothing has changed. The same on every rank."""
 
 
-class Adapters:
-    """Takes over an engine wrapped by DDP."""
+class _Waiting:
+    """The tensors of an adapter that another one has replaced: parts of a buffer for each dtype."""
 
-    def __init__(self, engine: Engine) -> None:
-        """ValueError for an engine whose state cannot be swapped."""
+    def __init__(self, live: Mapping[str, torch.Tensor], *, in_host_memory: bool) -> None:
+        self._live, self.in_host_memory = live, in_host_memory
+        sizes = Counter[tuple[torch.device, torch.dtype]]()
+        for tensor in live.values():
+            sizes[tensor.device, tensor.dtype] += _aligned(tensor.numel())
+        self._buffers = {
+            (device, dtype): torch.empty(size, dtype=dtype, device="cpu" if in_host_memory else device)
+            for (device, dtype), size in sizes.items()
+        }
+        self._cut()
+
+    def move(self, *, to_host: bool) -> None:
+        if to_host is not self.in_host_memory:
+            self.in_host_memory = to_host
+            self._buffers = {place: buffer.to("cpu" if to_host else place[0]) for place, buffer in self._buffers.items()}
+            self._cut()
+
+    def _cut(self) -> None:
+        ends = Counter[tuple[torch.device, torch.dtype]]()
+        self.tensors = dict[str, torch.Tensor]()
+        for key, tensor in self._live.items():
+            place, size = (tensor.device, tensor.dtype), tensor.numel()
+            self.tensors[key] = self._buffers[place][ends[place] : ends[place] + size].view(tensor.shape)
+            ends[place] += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    """Elements up to the next part, so that kernels may read 16 bytes at a time."""
+    return -(-size // 16) * 16
+
+
+def _copy(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    """By a kernel for each dtype, where both lie on one device."""
+    pairs: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for key, tensor in source.items():
+        pairs.setdefault((tensor.device, tensor.dtype), []).append((target[key], tensor))
+    for alike in pairs.values():
+        torch._foreach_copy_([own for own, _ in alike], [given for _, given in alike])
+
+
+class Adapters:
+    """Takes over an engine."""
+
+    def __init__(self, engine: Engine, num_resident: int = 1) -> None:
+        """`num_resident`: how many adapters may wait on the device, in at most a tenth of a GPU's memory; none where each is a
+        copy of the whole model.
+
+        Raises:
+            ValueError: the engine's state cannot be swapped.
+        """
         _check(engine)
         self.engine, self.layout = engine, engine.layout
+        engine.wrapped.settle()
         self.trained: list[Any] = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
         self._live = self._make_state()
         self.is_full = not engine.config.lora.rank
         whole = self.parameters(self._live) if self.is_full else {}
         self._base = {key: tensor.to("cpu", copy=True) for key, tensor in whole.items()}  # of the base model
         self.specs: dict[str, AdapterSpec] = {}
-        self._away: dict[str, dict[str, torch.Tensor]] = {}  # host memory of the adapters that are not on the device
+        self._num_resident = 0 if self.is_full else min(num_resident, self._room())
+        self._waiting: dict[str, _Waiting] = {}  # the one that was used last is the last one
+        self._spare: _Waiting | None = None  # on the device
         self._present: str | None = None
 
     def create(self, name: str, spec: AdapterSpec) -> None:
@@ -78,16 +132,19 @@ class Adapters:
         self._reset()
         self.specs[name], self._present = spec, name
         self._set_scale(spec)
-        with torch.no_grad():
-            for linear_name, linear in lora.adapted_linears(self.engine.chunks):
+        wrapped = self.engine.wrapped
+        for number, chunk in enumerate(self.engine.chunks):
+            for linear_name, linear in lora.adapted_linears([chunk]):
                 if linear_name.rpartition(".")[2] in spec.targets:
-                    linear.lora_a[: spec.rank].copy_(_initial_a(linear, linear_name, spec))
+                    first = lora.first_a(linear, linear_name, spec.seed, spec.rank, self.engine.config.lora.rank)
+                    wrapped.set_trained(number, linear.lora_a, first)
+        wrapped.set_main_weights()
         self.engine.optimizer.reload_model_params()
 
     def forget(self, name: str) -> None:
         """Drop the adapter with all of its state."""
         del self.specs[name]
-        self._away.pop(name, None)
+        self._waiting.pop(name, None)
         self._present = None if self._present == name else self._present
 
     # ------------------------------------------------------------------------------------------------ copies and files
@@ -100,8 +157,7 @@ class Adapters:
     def show(self, spec: AdapterSpec | None, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the model have these factors, until the next call: for an export. None: those of no adapter, the base model."""
         self._reset()
-        for key, tensor in tensors.items():
-            self._live[key].copy_(tensor)
+        _copy(self._live, tensors)
         self._set_scale(spec or AdapterSpec(self.engine.config.lora.rank))
 
     def save(self, name: str, folder: Path) -> None:
@@ -112,6 +168,8 @@ class Adapters:
     def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
         """The state that `save` wrote, by the same layout. Without the optimizer its state and the gradients are zero."""
         tensors = load_file(folder / self.file)
+        if any(key not in tensors or tensors[key].shape != tensor.shape for key, tensor in self._live.items()):
+            raise RefusedError(f"{folder.name}: it was saved with another engine.wrap or model.dtype")
         self.bring(name)
         for key, tensor in self._live.items():
             if with_optimizer or key.startswith(("parameter", "main")):
@@ -123,11 +181,9 @@ class Adapters:
         """Name and tensors of this stage's part of a PEFT folder, as factors.stage_file's."""
         self.bring(name)
         spec = self.specs[name]
-        trained = self.lora_config(spec).targets
-        kept = {hf for hf, target in TARGET_OF.items() if target in trained}
-        adapters = (each for each in self.engine.adapter_tensors() if each.name.rpartition(".")[2] in kept)
-        cut = (each._replace(a=each.a[: spec.rank], b=each.b[..., : spec.rank]) for each in adapters)
-        return factors.stage_file(self.layout.pipeline_rank, cut)
+        units = self.engine.wrapped.whole_adapters()
+        own = ([_cut(each, spec.rank) for each in unit if each.linear.rpartition(".")[2] in spec.targets] for unit in units)
+        return factors.stage_file(self.layout.pipeline_rank, factors.adapter_tensors(own, self.engine.mbridge, self.layout))
 
     def lora_config(self, spec: AdapterSpec) -> LoraConfig:
         """The adapter's own, for a PEFT folder."""
@@ -141,29 +197,30 @@ class Adapters:
     # ------------------------------------------------------------------------------------------------ shared passes
 
     def leaves(self, name: str) -> dict[Any, torch.Tensor]:
-        """The adapter's factors as leaves of a graph, by the model's parameters that hold those of the one on the device."""
+        """The adapter's factors as leaves of a graph, by the model's parameters that hold those of the one that works."""
+        if name != self._present:
+            self._waiting[name] = self._waiting.pop(name)  # the last that was used
         state = self._state(name)
         owned = ((parameter, state[f"parameter {number}"]) for number, parameter in enumerate(self.trained))
         return {parameter: tensor.detach().to(parameter.device).requires_grad_() for parameter, tensor in owned}
 
     def add(self, name: str, gradients: Mapping[Any, torch.Tensor]) -> None:
         """Add this rank's gradients, by the model's parameters, to the adapter's, reduced over ranks by the wrap."""
-        for parameter, gradient in gradients.items():
-            parameter.main_grad.copy_(gradient)
+        torch._foreach_copy_([parameter.main_grad for parameter in gradients], list(gradients.values()))
         self.engine.model_config.finalize_model_grads_func(self.engine.chunks)
         state = self._state(name)
-        for number, gradient in enumerate(self.engine.wrapped.gradients()):
+        for number, gradient in enumerate(self.engine.wrapped.step_gradients()):
             state[f"added {number}"] += gradient.to(state[f"added {number}"].device)
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
-        return self._live if name == self._present else self._away[name]
+        return self._live if name == self._present else self._waiting[name].tensors
 
     # ------------------------------------------------------------------------------------------------ turns
 
     def _make_state(self) -> dict[str, torch.Tensor]:
         """Every tensor of one adapter, by name; a swap exchanges these. The optimizer's are made before its first step."""
         engine = self.engine
-        state = {f"parameter {number}": each.data for number, each in enumerate(self.trained)}
+        state = {f"parameter {number}": each for number, each in enumerate(engine.wrapped.trained())}
         for place, inner in enumerate(inner_optimizers(engine.optimizer)):
             owned = [(group, parameter) for group in inner.param_groups for parameter in group["params"]]
             for number, (group, parameter) in enumerate(owned):
@@ -173,10 +230,10 @@ class Adapters:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-                state |= {f"{kind} {place} {number}": tensor for kind, tensor in own.items()}
+                state |= {f"{kind} {place} {number}": local(tensor) for kind, tensor in own.items()}
                 if engine.mbridge.dtype is not torch.float32:  # else it is a view of the model's
-                    state[f"main {place} {number}"] = parameter.data
-        added = {f"added {number}": torch.zeros_like(each) for number, each in enumerate(engine.wrapped.gradients())}
+                    state[f"main {place} {number}"] = local(parameter.data)
+        added = {f"added {number}": torch.zeros_like(each) for number, each in enumerate(engine.wrapped.step_gradients())}
         return {**state, **added}
 
     @staticmethod
@@ -190,32 +247,52 @@ class Adapters:
         return f"rank_{self.layout.rank:05d}_of_{self.layout.world_size:05d}.safetensors"
 
     def added(self) -> list[torch.Tensor]:
-        """The sums of the gradients of the adapter on the device, in the order of Wrapped.gradients."""
+        """The sums of the gradients of the adapter on the device, in the order of WrappedModel.step_gradients."""
         return [tensor for key, tensor in self._live.items() if key.startswith("added")]
 
     def bring(self, name: str) -> None:
         """Onto the device. RefusedError where there is no such adapter."""
+        self.engine.wrapped.settle()
         if name == self._present:
             return
         if name not in self.specs:
             raise RefusedError(f"there is no adapter {name!r}")
+        brought = self._waiting.pop(name)
         self._leave()
-        for key, tensor in self._away.pop(name).items():
-            self._live[key].copy_(tensor)
+        if self._num_resident:
+            brought.move(to_host=False)
+            self._spare = brought
+        _copy(self._live, brought.tensors)
         self._present = name
         self._set_scale(self.specs[name])
 
     def _reset(self) -> None:
-        """The model is the base model, and no adapter is on the device."""
+        """The model is the base model, and no adapter works."""
         self._leave()
         for key, tensor in self._live.items():
             tensor.copy_(self._base[key]) if key in self._base else tensor.zero_()
 
     def _leave(self) -> None:
-        """The adapter that is on the device goes to host memory."""
-        if self._present is not None:
-            self._away[self._present] = {key: tensor.to("cpu", copy=True) for key, tensor in self._live.items()}
-            self._present = None
+        """The adapter that works waits from now on."""
+        self.engine.wrapped.settle()
+        if self._present is None:
+            return
+        waiting, self._spare = self._spare or _Waiting(self._live, in_host_memory=not self._num_resident), None
+        _copy(waiting.tensors, self._live)
+        self._waiting[self._present], self._present = waiting, None
+        self._make_room()
+
+    def _room(self) -> int:
+        """How many adapters may wait on the device."""
+        if self.engine.device.type == "cpu":
+            return sys.maxsize
+        num_bytes = sum(tensor.nbytes for tensor in self._live.values())
+        return int(RESIDENT_SHARE * torch.cuda.get_device_properties(self.engine.device).total_memory / num_bytes)
+
+    def _make_room(self) -> None:
+        """Move all adapters that wait, but the `num_resident` last used ones, to host memory."""
+        for waiting in list(self._waiting.values())[: -self._num_resident or None]:
+            waiting.move(to_host=True)
 
     def _set_scale(self, spec: AdapterSpec) -> None:
         for _, linear in lora.adapted_linears(self.engine.chunks):
@@ -225,11 +302,8 @@ class Adapters:
 def _check(engine: Engine) -> None:
     config = engine.config
     problems = {
-        f"engine.wrap = {config.wrap}: adapters take turns with engine.wrap=ddp alone": not engine.wrapped.is_in_place,
         f"engine.lora.dropout = {config.lora.dropout}: write 0": config.lora.dropout > 0,
-        "engine.optimizer.offload = true: adapters that wait lie in host memory already; write false": config.optimizer.offload,
-        f"engine.lora.targets = {', '.join(config.lora.targets)}: {rules.EXPERTS_IN_TURNS}": engine.has_experts
-        and not rules.leaves_experts(config.lora),
+        "engine.optimizer.offload = true: adapters are moved to host memory in any case; write false": config.optimizer.offload,
         "model.dtype = float16: write bfloat16 or float32": engine.mbridge.dtype is torch.float16,
         "engine.lora.adapter_path: each adapter has a start of its own; leave it out": bool(config.lora.adapter_path),
     }
@@ -241,9 +315,8 @@ def _check(engine: Engine) -> None:
             raise ValueError(problem)
 
 
-def _initial_a(linear: Any, name: str, spec: AdapterSpec) -> torch.Tensor:
-    """This tensor-parallel rank's part of the A that every layout draws, [rank, in]."""
-    first = lora.initial_a(spec.rank, linear.input_size, name, spec.seed)
-    if isinstance(linear, RowParallelLinear):
-        first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()]
-    return first
+def _cut(item: AdapterItem, rank: int) -> AdapterItem:
+    """The first `rank` rows of A, of each expert, and columns of B: those above are zero."""
+    a, b, scale = item.adapter
+    rows = a.view(item.num_experts or 1, -1, a.shape[1])[:, :rank]
+    return item._replace(adapter=Adapter(rows.flatten(0, 1), b[:, :rank], scale))

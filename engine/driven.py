@@ -29,7 +29,7 @@ from engine.attention import context
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
 from engine.engine import Engine
-from engine.model import lora
+from engine.model.lora_linears import of_blocks
 from engine.objective import logits, token_losses
 from engine.passes import PipelineRunner
 from engine.runtime.memory import return_free_memory
@@ -90,14 +90,15 @@ class Passed(NamedTuple):
 
 
 class Driven:
-    """Takes over an engine wrapped by DDP."""
+    """Takes over an engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        """ValueError for an engine whose state cannot be swapped."""
-        self.adapters = Adapters(engine)
+    def __init__(self, engine: Engine, num_resident: int = 1) -> None:
+        """As Adapters."""
+        self.adapters = Adapters(engine, num_resident)
         self.engine, self.layout = engine, engine.layout
         self._read = logits.LogProbs(1.0, engine.use_fused, is_exact=engine.mbridge.is_exact)
         self._can_share = shared.can_share(engine)
+        self.shares = self._can_share and shared.rows_are_stable(engine)
         self._runner = PipelineRunner(engine.mbridge, engine.config.logits_chunk_tokens, use_fused=engine.use_fused)
 
     # ------------------------------------------------------------------------------------------------ the calls
@@ -137,7 +138,7 @@ class Driven:
         """
         self.adapters.bring(name)
         optimizer = self.engine.optimizer
-        for gradient, added in zip(self.engine.wrapped.gradients(), self.adapters.added(), strict=True):
+        for gradient, added in zip(self.engine.wrapped.step_gradients(), self.adapters.added(), strict=True):
             gradient.copy_(added)
             added.zero_()
         for group in (group for inner in inner_optimizers(optimizer) for group in inner.param_groups):
@@ -154,11 +155,12 @@ class Driven:
         return norm
 
     def share(self, requests: Sequence[PassRequest]) -> list[Passed | RefusedError]:
-        """`forward_backward` of adapters that all differ, each with the result and gradients that it has alone.
+        """`forward_backward` of adapters that all differ, each with the result and gradients that it has alone, on GPUs up to
+        rounding.
 
         Their tokens go through the base model together (shared.py), or in turns where that would change bits.
         """
-        if not self._can_share or len(requests) == 1 or any(each.name not in self.adapters.specs for each in requests):
+        if not self.shares or len(requests) == 1 or any(each.name not in self.adapters.specs for each in requests):
             return [self._alone(each) for each in requests]
         return_free_memory()
         own = [self._microbatches(each.data) for each in requests]
@@ -173,10 +175,12 @@ class Driven:
             joined = [shared.join([micro for _, micro in members], shards)]
             self._runner.set_rotary(joined, self.engine.chunks[0])
             of_loss = partial(self._shared_loss, requests, [len(each) for each in own], members)
-            with lora.sharing(self.engine.chunks, rows), shared.unreduced(self.engine):
+            with shared.sharing(self.engine.chunks, rows), shared.unreduced(self.engine):
                 found = self._runner.run(joined, self.engine.chunks, self._read, of_loss)
             for (number, _), report in zip(members, *found, strict=True) if self.layout.reports else ():
                 reports[number].append(report)
+            for number, _ in members:
+                shared.move_gradients(leaves[number], sums[number])
         passed = [self._gather(*each) for each in zip(own, reports, (request.data for request in requests), strict=True)]
         return [self._keep(*each) for each in zip(requests, passed, sums, strict=True)]
 
@@ -192,8 +196,10 @@ class Driven:
         bins = plan_microbatches(table.lengths, layout.data_size, engine.config.tokens_per_microbatch, engine.balance)
         microbatches = [pack(table, indices, multiple, engine.device, chunks) for indices in bins[layout.data_rank]]
         for micro in microbatches:
+            labels = micro.labels.to("cpu", copy=True)
             for index, start in zip(micro.samples, micro.starts, strict=False):  # a stand-in has no samples
-                micro.labels[0, start : start + len(data[index].targets)] = torch.from_numpy(data[index].targets)
+                labels[0, start : start + len(data[index].targets)] = torch.from_numpy(data[index].targets)
+            micro.labels.copy_(labels)
         microbatches = context.shard_microbatches(microbatches, split)
         self._runner.set_rotary(microbatches, engine.chunks[0])
         return microbatches
@@ -230,7 +236,7 @@ class Driven:
     ) -> tuple[torch.Tensor, list[Any]]:
         """The sum over the members' losses. Each is multiplied and divided by its number of micro-batches, as alone."""
         shards = shared.num_shards(self.engine.config.parallel)
-        parts = lora.of_blocks(values[0], [micro.num_tokens // shards for _, micro in members])
+        parts = of_blocks(values[0], [micro.num_tokens // shards for _, micro in members])
         total, reports = values[0].new_zeros(()), []
         for (number, micro), part in zip(members, parts, strict=True):
             request, count = requests[number], counts[number]
@@ -256,19 +262,21 @@ class Driven:
         """The log-probs of all data, and the loss, on every rank."""
         lengths = [len(each.tokens) for each in data]
         offsets = [0, *np.cumsum(lengths).tolist()]
-        flat = torch.zeros(offsets[-1], device=self.engine.device)
+        flat = torch.zeros(offsets[-1])
         loss = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         for micro, (own_loss, log_probs) in zip(microbatches, reports, strict=bool(reports)):
             loss += own_loss
+            on_host = log_probs.cpu()
             for index, start in zip(micro.samples, micro.starts, strict=False):
-                flat[offsets[index] : offsets[index + 1]] = log_probs[start : start + lengths[index]]
+                flat[offsets[index] : offsets[index + 1]] = on_host[start : start + lengths[index]]
+        flat = flat.to(self.engine.device)
         dist.all_reduce(flat)
         dist.all_reduce(loss)
-        return Passed([part.cpu().numpy() for part in torch.split(flat, lengths)], float(loss))
+        return Passed([part.numpy() for part in torch.split(flat.cpu(), lengths)], float(loss))
 
     def _add_gradients(self) -> None:
         """Reduced over ranks already: of a buffer's shards this rank's own counts, in this sum as in the optimizer."""
-        for gradient, added in zip(self.engine.wrapped.gradients(), self.adapters.added(), strict=True):
+        for gradient, added in zip(self.engine.wrapped.step_gradients(), self.adapters.added(), strict=True):
             added += gradient
 
 

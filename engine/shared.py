@@ -1,8 +1,10 @@
 """Passes that several adapters share: their micro-batches side by side, each an adapter's own rows.
 
-The base model's products take all rows at once; adapters (lora.py), attention (PackedSequences.parts) and losses take each
-adapter's rows apart. On CPUs the bits of a row in a product depend on the number of rows, but not among multiples of 8: of 240
-products in random splits none differed, of 240 in any splits 13. So micro-batches are padded to ROWS on each rank, alone, too.
+The base model's products take all rows at once; adapters (lora_linears.py), attention (PackedSequences.parts) and losses take
+each adapter's rows apart. On CPUs the bits of a row in a product depend on the number of rows, but not among multiples of 8: of
+240 products in random splits none differed, of 240 in any splits 13. So micro-batches are padded to ROWS on each rank, also
+alone, and products of the model's shapes are tried before any pass is shared (rows_are_stable). On GPUs libraries choose kernels
+by the number of rows: there results are equal up to rounding.
 Under sequence parallelism each tensor-parallel rank has the rows of every adapter that it has alone, so that only attention sees
 whole sequences. Gradients are reduced over ranks adapter by adapter (Adapters.add).
 Leaves out whose passes they are (driven.py).
@@ -11,32 +13,35 @@ Leaves out whose passes they are (driven.py).
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from engine.batch.batch import MicroBatch
 from engine.batch.packed import PackedSequences
 from engine.config import ParallelConfig
 from engine.engine import Engine
 from engine.model import lora
+from engine.model.lora_linears import Block, Groups, are_grouped, by_rank, of_blocks
 
 ROWS = 16
+TRIED = (1, 3, 2, 10)  # rows of the parts of a product, in ROWS
 
 
 def can_share(engine: Engine) -> bool:
-    """On CPUs; no exact model: those compute with merged weights, which differ by adapter.
+    """Not for exact models: those compute with merged weights, which differ by adapter.
 
-    Sums over more than two ranks depend on the place of a row in gloo's buffer, experts' products on who else goes to the expert.
-    Interleaved stages need groups of micro-batches.
+    Factors have to lie whole, as DDP has them. Sums over more than two ranks depend on the place of a row in gloo's buffer,
+    experts' products on who else goes to the expert. Interleaved stages need groups of micro-batches.
     """
     split = engine.config.parallel
     has_shards, wrap = num_shards(split) > 1, cast(Any, engine.chunks[0])
     obstacles = (
-        engine.device.type != "cpu",
+        not engine.wrapped.is_in_place,
         engine.mbridge.is_exact,
         engine.has_experts,
         max(split.tensor, split.context) > 2,
@@ -45,6 +50,38 @@ def can_share(engine: Engine) -> bool:
         wrap.ddp_config.overlap_grad_reduce,
     )
     return not any(obstacles)
+
+
+@torch.no_grad()
+def rows_are_stable(engine: Engine) -> bool:
+    """Whether rows of products have the bits that they have without the rows beside them, on all ranks. Collective.
+
+    Tried once for each shape and dtype of the weights, as in the forward and in the backward pass; rank 0 prints what differs.
+    Not on GPUs, where passes are shared in any case.
+    """
+    if engine.device.type != "cpu":
+        return True
+    named: list[tuple[str, torch.Tensor]] = [pair for chunk in engine.chunks for pair in chunk.named_parameters()]
+    named = [(name, weight) for name, weight in named if name.endswith("weight")]
+    weights = {(weight.shape, weight.dtype): weight for _, weight in named if weight.dim() == 2}
+    if engine.config.head_dtype == "float32":
+        heads = [weight.float() for name, weight in named if name.endswith(("word_embeddings.weight", "output_layer.weight"))]
+        weights |= {(weight.shape, weight.dtype): weight for weight in heads}
+    factors = [factor for weight in weights.values() for factor in (weight.t(), weight)]
+    unstable = [f"{list(factor.shape)} in {factor.dtype}" for factor in factors if not _is_stable(factor)]
+    found: list[list[str]] = [[] for _ in range(engine.layout.world_size)]
+    dist.all_gather_object(found, unstable)
+    differing = [each for of_rank in found for each in of_rank]
+    if differing and engine.layout.rank == 0:
+        text = f"clients take turns: with {differing[0]}, a row's product depends on the rows beside it"
+        print(text, file=sys.stderr, flush=True)
+    return not differing
+
+
+def _is_stable(factor: torch.Tensor) -> bool:
+    sizes, generator = [ROWS * each for each in TRIED], torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(sizes), len(factor), generator=generator).to(factor)
+    return torch.equal(rows @ factor, torch.cat([part @ factor for part in torch.split(rows, sizes)]))
 
 
 def num_shards(split: ParallelConfig) -> int:
@@ -82,7 +119,7 @@ def join(parts: Sequence[MicroBatch], shards: int) -> MicroBatch:
     if (context := parts[0].sequences.context) is not None:
         sequences.context = context.of(lengths)
     sizes = [part.tokens.shape[1] // shards for part in parts]
-    rows = {name: lora.by_rank([getattr(part, name)[0] for part in parts], sizes)[None] for name in ("tokens", "labels")}
+    rows = {name: by_rank([getattr(part, name)[0] for part in parts], sizes)[None] for name in ("tokens", "labels")}
     positions, mask = torch.cat([part.position_ids for part in parts], 1), torch.cat([part.mask for part in parts])
     joined = dataclasses.replace(parts[0], samples=[], starts=[], sequences=sequences, **rows)
     return dataclasses.replace(joined, position_ids=positions, mask=mask)
@@ -100,14 +137,53 @@ def unreduced(engine: Engine) -> Iterator[None]:
 
 
 def gradient_sums(leaves: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Buffers that get the gradients of these leaves, by the model's parameters, in the wrap's dtype and order of addition."""
-    sums = {parameter: torch.zeros_like(parameter.main_grad) for parameter in leaves}
-    for parameter, leaf in leaves.items():
-        leaf.register_post_accumulate_grad_hook(partial(_move, sums[parameter]))  # type: ignore[no-untyped-call]
-    return sums
+    """Zeros for the gradients of these leaves, by the model's parameters, in the wrap's dtype."""
+    sizes = [parameter.numel() for parameter in leaves]
+    wanted = next(iter(leaves)).main_grad
+    parts = torch.split(torch.zeros(sum(sizes), dtype=wanted.dtype, device=wanted.device), sizes)
+    return {parameter: part.view(parameter.shape) for parameter, part in zip(leaves, parts, strict=True)}
 
 
-def _move(total: torch.Tensor, leaf: torch.Tensor) -> None:
-    assert leaf.grad is not None
-    total += leaf.grad
-    leaf.grad = None
+def move_gradients(leaves: Mapping[Any, torch.Tensor], sums: Mapping[Any, torch.Tensor]) -> None:
+    """Add the leaves' gradients of one pass, in the order of addition that an adapter alone has."""
+    found = [(sums[parameter], leaf.grad) for parameter, leaf in leaves.items() if leaf.grad is not None]
+    if found:
+        torch._foreach_add_([total for total, _ in found], [gradient for _, gradient in found])
+    for leaf in leaves.values():
+        leaf.grad = None
+
+
+@contextmanager
+def sharing(chunks: list[torch.nn.Module], rows: Sequence[tuple[int, Mapping[Any, torch.Tensor], float]]) -> Iterator[None]:
+    """Let rows of a pass have adapters of their own: Block.num_rows, factors by the policy's, scale."""
+    linears = [linear for _, linear in lora.adapted_linears(chunks)]
+    groups = Groups.of([num for num, _, _ in rows], [scale for _, _, scale in rows], next(chunks[0].parameters()).device)
+    for linear in linears:
+        linear.lora_blocks = [Block(num, own[linear.lora_a], own[linear.lora_b], scale) for num, own, scale in rows]
+        linear.lora_groups = groups if are_grouped(linear, linear.lora_blocks) else None
+    hooks = list(_whole_sequences(chunks, [num for num, _, _ in rows]))
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.lora_blocks, linear.lora_groups
+        for hook in hooks:
+            hook.remove()
+
+
+def _whole_sequences(chunks: list[torch.nn.Module], sizes: Sequence[int]) -> Iterator[Any]:
+    """Hooks by which attention gets block after block what lies by tensor-parallel rank, and gives it back by rank."""
+
+    def whole(_linear: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return torch.cat(of_blocks(outputs[0], sizes)), outputs[1]
+
+    def shards(_linear: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        num_ranks = len(inputs[0]) // sum(sizes)
+        return (by_rank(torch.split(inputs[0], [size * num_ranks for size in sizes]), sizes),)
+
+    for chunk in chunks:
+        for name, linear in chunk.named_modules():
+            if getattr(linear, "sequence_parallel", False) and name.endswith(("self_attention.linear_qkv", ".in_proj")):
+                yield linear.register_forward_hook(whole)
+            if getattr(linear, "sequence_parallel", False) and name.endswith(("self_attention.linear_proj", ".out_proj")):
+                yield linear.register_forward_pre_hook(shards)

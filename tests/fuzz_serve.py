@@ -3,6 +3,8 @@
     python -m tests.fuzz_serve --kills 12 --seed 0                 # two ranks, exact, merged weights
     python -m tests.fuzz_serve --kills 12 --seed 0 --mode slots    # one rank: shared passes, adapters in slots
     python -m tests.fuzz_serve --kills 12 --seed 0 --mode data     # two data-parallel ranks: shared passes
+    python -m tests.fuzz_serve --kills 12 --seed 0 --mode fsdp     # the same in turns, wrapped by Megatron-FSDP
+    python -m tests.fuzz_serve --kills 12 --seed 0 --mode experts  # in turns, adapters of experts over expert-parallel ranks
     python -m tests.fuzz_serve --kills 12 --seed 0 --mode full     # two ranks, one client, all parameters
     python -m tests.fuzz_serve --kills 12 --victims "rank 1" rl    # these alone are killed, each as often as the others
 
@@ -41,6 +43,8 @@ MODES = {
     "ranks": (2, ("sft", "rl"), ("engine.parallel.pipeline=2", "model.exact=true")),
     "slots": (1, ("sft", "rl", "rl2"), ("engine.lora.sync=adapter", "service.adapter_slots=2")),
     "data": (2, ("sft", "sft2", "rl"), ("engine.lora.sync=adapter", "service.adapter_slots=2")),
+    "fsdp": (2, ("sft", "sft2", "rl"), ("engine.wrap=megatron_fsdp", "engine.lora.sync=adapter", "service.adapter_slots=2")),
+    "experts": (2, ("sft", "rl"), ("engine.parallel.expert=2",)),
     "full": (
         2,
         ("rl_full",),
@@ -130,7 +134,9 @@ def run(
 ) -> dict[str, str]:
     """Of each client the digest of its final state. `chosen`: victims, in turns; empty: any, at random."""
     num_ranks, kinds, overrides = MODES[mode]
-    server, counts, begin = Server(folder, num_ranks, *overrides, "service.poll_seconds=2"), Counter[str](), time.monotonic()
+    family = "qwen3_moe" if mode == "experts" else "qwen3"
+    server = Server(folder, num_ranks, *overrides, "service.poll_seconds=2", family=family)
+    counts, begin = Counter[str](), time.monotonic()
     server.start()
     clients = [ClientProcess(kind, server, num_steps) for kind in kinds]
     victims = ["server", *(f"rank {rank}" for rank in range(num_ranks)), "replica", *kinds]

@@ -28,7 +28,7 @@ TRANSFORMER_ENGINE: Library = "TransformerEngine"
 
 @dataclass(frozen=True)
 class Kernels:
-    """The libraries that were chosen; attention's are in flash.py and delta.py, since they depend on the model."""
+    """The libraries that were chosen; attention's are in flash.py and delta_net.py, since they depend on the model."""
 
     setting: Setting  # engine.kernels, or torch where torch's algorithms have to be deterministic
     weight_gradients: Library = "torch"
@@ -36,7 +36,7 @@ class Kernels:
     left_out: tuple[str, ...] = ()  # why libraries that were looked for are not used
 
     def describe(self, attention: str, delta_nets: str) -> str:
-        """One line for the log. `attention`: of flash.choose; `delta_nets`: of delta.choose_kernels."""
+        """One line for the log. `attention`: of flash.choose; `delta_nets`: of delta_net.choose_kernels."""
         why = f" ({'; '.join(self.left_out)})" if self.left_out else ""
         attention += f"; gated delta nets {delta_nets}" if delta_nets else ""
         used = f"attention {attention}; weight gradients {self.weight_gradients}{why}; Adam {self.adam}"

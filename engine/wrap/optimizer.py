@@ -124,3 +124,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     """The torch optimizers under megatron-core's chain, in order."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member.optimizer for member in chained if member.optimizer is not None]
+
+
+def local(value: Any) -> torch.Tensor:
+    """This rank's part of a DTensor; anything else as it is."""
+    return getattr(value, "_local_tensor", value)  # type: ignore[no-any-return]

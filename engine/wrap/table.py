@@ -34,8 +34,7 @@ class DdpChunk:
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
         """(local name, tensor) of the parameters, a transformer layer at a time; each one outside of the layers alone."""
-        if not self.is_in_place:
-            self.module.start_param_sync(force_sync=True)
+        self.settle()
         named = self.module.module.named_parameters()
         kept = ((name, tensor) for name, tensor in named if tensor.requires_grad or not only_trained)
         for _, unit in itertools.groupby(kept, lambda pair: layer_of(pair[0])):
@@ -52,6 +51,26 @@ class DdpChunk:
     def main_weights(self) -> Iterator[torch.Tensor]:
         """The parameters outside of the optimizer; as `parameters`."""
         return iter(())
+
+    def settle(self) -> None:
+        """Make the parameters current between passes, so that they can be read and set."""
+        if not self.is_in_place:
+            self.module.start_param_sync(force_sync=True)
+
+    def trained(self) -> Iterator[torch.Tensor]:
+        """What this rank has of the parameters that are trained."""
+        return (parameter.data for parameter in self.module.parameters() if parameter.requires_grad)
+
+    def set_trained(self, parameter: Any, value: torch.Tensor) -> None:
+        """`value`: of one, whole over data parallelism."""
+        parameter.data.copy_(value)
+
+    def set_main_weights(self) -> None:
+        """To those of `trained`, as megatron-core's optimizer does by itself."""
+
+    def step_gradients(self) -> Iterator[torch.Tensor]:
+        """This rank's gradients that the optimizer's next step takes, also where no pass was since they were zeroed."""
+        return self.gradients()
 
 
 class FsdpChunk:
@@ -86,6 +105,33 @@ class FsdpChunk:
 
     def main_weights(self) -> Iterator[torch.Tensor]:
         return self._buffers("main_weight_buffer")
+
+    def settle(self) -> None:
+        self.module.module.synchronize_param_gather()  # drops what is gathered
+
+    def trained(self) -> Iterator[torch.Tensor]:
+        return (group.model_weight_buffer.data for group in self._trained_groups())
+
+    def set_trained(self, parameter: Any, value: torch.Tensor) -> None:
+        raw, buffer = parameter.orig_param, self.module.param_and_grad_buffer
+        weights = buffer.parameter_groups[buffer.param_to_param_group[raw]].model_weight_buffer
+        weights.set_item(weights.param_idx[raw], value)
+
+    def set_main_weights(self) -> None:
+        for group in self._trained_groups():
+            if group.main_weight_buffer is not None:
+                shard = group.model_weight_buffer.get_shard_from_local_buffer()
+                group.main_weight_buffer.get_shard_from_local_buffer().copy_(shard)
+
+    def step_gradients(self) -> Iterator[torch.Tensor]:
+        buffer = self.module.param_and_grad_buffer
+        parameters = [parameter for _, parameter in buffer.optimizer_named_parameters]
+        if all(parameter.grad is None for parameter in parameters):
+            buffer.update_main_grads()
+        return (parameter.grad._local_tensor for parameter in parameters if parameter.grad is not None)
+
+    def _trained_groups(self) -> Iterator[Any]:
+        return (group for group in self.module.param_and_grad_buffer.parameter_groups if group.requires_grad)
 
     def _buffers(self, name: str) -> Iterator[torch.Tensor]:
         buffers = (getattr(group, name) for group in self.module.param_and_grad_buffer.parameter_groups)
@@ -183,6 +229,28 @@ class WrappedModel:
     def main_weights(self) -> Iterator[torch.Tensor]:
         """Likewise, of the weights in the optimizer's precision that lie in the wrap and not in the optimizer."""
         return itertools.chain.from_iterable(chunk.main_weights() for chunk in self._chunks)
+
+    def settle(self) -> None:
+        """Make `trained` current between passes, so that they can be read and set."""
+        for chunk in self._chunks:
+            chunk.settle()
+
+    def trained(self) -> Iterator[torch.Tensor]:
+        """What this rank has of the parameters that are trained."""
+        return itertools.chain.from_iterable(chunk.trained() for chunk in self._chunks)
+
+    def set_trained(self, chunk: int, parameter: Any, value: torch.Tensor) -> None:
+        """Set a trained parameter of `modules[chunk]` to `value`, whole over data parallelism. `set_main_weights` follows."""
+        self._chunks[chunk].set_trained(parameter, value)
+
+    def set_main_weights(self) -> None:
+        """To those of `trained`, where they lie in the wrap; the optimizer's reload_model_params sets its own."""
+        for chunk in self._chunks:
+            chunk.set_main_weights()
+
+    def step_gradients(self) -> Iterator[torch.Tensor]:
+        """This rank's gradients that the optimizer's next step takes, also where no pass was since they were zeroed."""
+        return itertools.chain.from_iterable(chunk.step_gradients() for chunk in self._chunks)
 
     def whole_parameters(self) -> Iterator[list[WeightItem]]:
         """All parameters of this pipeline stage in layer order, a transformer layer at a time; the routers' biases at the end.

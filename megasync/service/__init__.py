@@ -2,11 +2,12 @@
 
     megasync serve CONFIG engine.wrap=ddp engine.lora.rank=32 --port 8000     # ServiceClient(base_url="http://127.0.0.1:8000")
 
-- Each training client is an adapter with a rank up to `engine.lora.rank`, and has the bits that it would have alone. The one
-  that works is on the device, the others lie in host memory, until their client finishes its session, or is silent and another
-  one wants the room (`service.silent_seconds`). Passes of several clients that wait are one (`service.shared_clients`).
-- Clients take turns with more than two tensor- or context-parallel ranks, interleaved stages, experts, `model.exact`.
-- Experts stay frozen: `engine.lora.targets` names linears of attention only, and no client can train others.
+- Each training client is an adapter with a rank up to `engine.lora.rank`, and on CPUs the bits that it would have alone.
+  While adapters wait, the last used ones lie on the device, the others in host memory, until their client finishes its session,
+  or is silent and another one wants the room (`service.silent_seconds`). Passes of several clients that wait are one
+  (`service.shared_clients`).
+- Clients take turns with `megatron_fsdp`, more than two tensor- or context-parallel ranks, interleaved stages, experts,
+  `model.exact`.
 - With `service.full_parameters` one client trains all parameters. Its saved states are as large as the model's and the
   optimizer's, and its external weights a Hugging Face folder. While other weights are synced its own lie in host memory.
 - A request is logged in `runs/NAME/service/log.jsonl` before it is acknowledged. After a kill the same command replays the log
@@ -15,8 +16,10 @@
 - With `engine.lora.sync=adapter` replicas have `service.adapter_slots` versions at a time, with merged weights one: samples of
   another one cause a sync. A replica that dies is replaced, and its samples repeated.
 - Losses: engine/objective/token_losses.py, and the client's own in two passes. Refused by name: other losses, adapters of the
-  output layer (or left frozen: `service.frozen_unembed`) and of experts, images, top-k log-probs of sampled tokens, colocated
-  replicas, GPUs, and `megatron_fsdp`, whose gradients and optimizer states are shards in its own buffers.
+  output layer (or left frozen: `service.frozen_unembed`), images, and top-k log-probs of sampled tokens.
+- `rollout.placement=colocated`, for one GPU: replicas stay awake beside the trainer, in `rollout.gpu_memory_utilization` of its
+  memory. On GPUs the last bits of a pass depend on the clients that share it: `service.shared_clients=1` and
+  `run.deterministic=true` give the bits that a client has alone, also after a kill.
 - It listens on loopback; for another `service.host` the environment needs MEGASYNC_API_KEY. Web pages are not answered.
 
 bodies.py    JSON bodies of the client, and their validation

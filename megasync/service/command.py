@@ -19,12 +19,11 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from engine import rules
 from engine.config import ParallelConfig
 from megasync.checks.check import check_packages, check_run_folder
 from megasync.checks.data import check_engine_arguments
+from megasync.checks.served_sizes import check_cache_memory
 from megasync.checks.settings import check_layout, check_settings
-from megasync.checks.sizes import check_cache_memory
 from megasync.config.errors import ConfigError, main_errors, refuse, shown_value, wrong
 from megasync.config.files import lock, write_atomically
 from megasync.config.load import load_config
@@ -35,7 +34,6 @@ from megasync.launch.num_ranks import default_num_ranks
 from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.models.folder import check_model_folder, read_json_object
-from megasync.models.model_shape import ModelShape
 from megasync.service.journal import LOG_FILE
 
 if TYPE_CHECKING:
@@ -47,11 +45,14 @@ if TYPE_CHECKING:
 
 KEY = "MEGASYNC_API_KEY"
 SYNC_ATTEMPTS = 3
-# Keys by which requests of the log are read, and by which they are done again to the same bits.
-BITS = (
-    *("run.seed", "model.path", "model.dtype", "model.exact", "engine.tokens_per_microbatch", "rollout.max_model_len"),
+# Keys that change the results of logged requests, which must be the same when these are done again.
+RESULT_KEYS = (
+    *("run.seed", "run.deterministic", "model.path", "model.dtype", "model.exact", "engine.tokens_per_microbatch"),
+    *("rollout.max_model_len", "service.shared_clients"),
     *("service.base_model", "service.frozen_unembed", *(f"engine.parallel.{name}" for name in ParallelConfig.model_fields)),
     *(f"engine.lora.{name}" for name in ("rank", "alpha", "targets", "rslora")),
+    *(f"engine.{name}" for name in ("wrap", "overrides", "gradient_dtype", "balance", "head_dtype", "logits_chunk_tokens")),
+    *(f"engine.{name}" for name in ("fusions", "kernels")),
 )
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--nproc {given.nproc}: at least 1")
     if given.max_restarts < 0:
         parser.error(f"--max-restarts {given.max_restarts}: at least 0")
-    if launcher.is_rank(os.environ):
+    with main_errors():
+        is_rank = launcher.is_rank(os.environ)
+    if is_rank:
         return serve_rank(given)
     with main_errors():
         config = load_config(given.config, given.overrides)
@@ -95,10 +98,7 @@ def check_service(config: Config, num_ranks: int) -> None:
     check_engine_arguments(config)
     check_packages(config)
     check_run_folder(config)
-    if gpus := visible_devices():
-        remedy = "serve from lane cpu, with CUDA_VISIBLE_DEVICES= in the environment"
-        raise ConfigError(f"{len(gpus)} GPUs are visible: a service runs on CPUs alone yet", remedy=remedy)
-    refuse(_unserved(config, shape))
+    refuse(_unserved(config))
     if config.service.host not in LOOPBACK and not os.environ.get(KEY):
         raise wrong(config, "service.host", f"others could connect, and {KEY} is not set", remedy=f"set {KEY} in the environment")
 
@@ -107,7 +107,7 @@ def check_same(config: Config, num_ranks: int) -> None:
     """ConfigError where the folder has requests that were logged with other settings; keeps those of a folder without any."""
     folder = config.run.folder / "service"
     file, log = folder / "settings.json", folder / LOG_FILE
-    own = {"nproc": num_ranks} | {key: shown_value(attrgetter(key)(config)) for key in BITS}
+    own = {"nproc": num_ranks} | {key: _shown(attrgetter(key)(config)) for key in RESULT_KEYS}
     if not file.exists() or not log.exists() or log.stat().st_size == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(own))
@@ -119,20 +119,31 @@ def check_same(config: Config, num_ranks: int) -> None:
             raise ConfigError(problem, remedy=f"write {given}, or another run.name")
 
 
-def _unserved(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+def _shown(value: Any) -> str:
+    """Equal mappings alike."""
+    return str(shown_value(dict(sorted(value.items())) if isinstance(value, dict) else value))
+
+
+def _unserved(config: Config) -> Iterator[ConfigError]:
     """Of keys whose values a run may have, but no service."""
     only = {
         "algorithm.name": ("grpo", "clients sample from replicas, which supervised runs have not"),
-        "engine.wrap": ("ddp", "adapters of several clients take turns with ddp alone"),
         "engine.lora.dropout": (0.0, "a request that is repeated must have the same result"),
         "engine.lora.adapter_path": ("", "each client's adapter has a start of its own"),
-        "engine.optimizer.offload": (False, "adapters that wait lie in host memory already"),
-        "rollout.placement": ("separate", "replicas that sleep while the trainer works do not serve clients yet"),
+        "engine.optimizer.offload": (False, "a service moves adapters to host memory by itself"),
+        "rollout.dtype": ("model", "replicas serve the first model before anything is trained"),
         "rollout.on_update": ("drain", "a sample has the tokens of one version alone"),
     }
     for key, (served, problem) in only.items():
         if attrgetter(key)(config) != served:
             yield wrong(config, key, problem, remedy=f"write {key}={shown_value(served)}" if served != "" else "leave it out")
+    rollout = config.rollout
+    if rollout.is_colocated and rollout.replicas * rollout.tensor_parallel > 1:
+        remedy = "write rollout.replicas=1 and rollout.tensor_parallel=1, or rollout.placement=separate"
+        yield wrong(config, "rollout.placement", "a service shares a GPU with one vLLM worker alone", remedy=remedy)
+    if rollout.is_colocated and "offload_trainer" in rollout.model_fields_set:
+        problem = "a service leaves the trainer where it is, beside the replica"
+        yield wrong(config, "rollout.offload_trainer", problem, remedy="leave it out")
     is_full, has_adapters = config.service.full_parameters, config.engine.lora.rank > 0
     if is_full and has_adapters:
         yield wrong(
@@ -141,13 +152,6 @@ def _unserved(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     elif not is_full and not has_adapters:
         remedy = "set it to the largest rank that a client may have, or write service.full_parameters=true"
         yield wrong(config, "engine.lora.rank", "clients train adapters", remedy=remedy)
-    elif shape.num_experts and is_full:
-        problem = "experts' optimizer and router biases are not swapped with a client's"
-        yield wrong(config, "service.full_parameters", problem, remedy="write service.full_parameters=false")
-    elif shape.num_experts and not rules.leaves_experts(config.engine.lora):
-        attention = ",".join(each for each in config.engine.lora.targets if each not in ("linear_fc1", "linear_fc2"))
-        remedy = f"write engine.lora.targets=[{attention or 'linear_proj'}]"
-        yield wrong(config, "engine.lora.targets", rules.EXPERTS_IN_TURNS, remedy=remedy)
     if config.model.dtype == "float16":
         yield wrong(config, "model.dtype", "clients' losses are not scaled", choices="bfloat16, float32", remedy="write bfloat16")
     for name in config.teacher.names:
@@ -167,6 +171,10 @@ def serve_rank(given: argparse.Namespace) -> int:
         if is_one_machine(config):
             listen_on_loopback()  # before anything imports ray
     end_on_sigterm(and_on_sigint=True)
+    if config.run.deterministic:
+        from engine.runtime.random_state import use_deterministic
+
+        use_deterministic()  # also by its environment, which replicas inherit
     with ExitStack() as ends:
         pool = _begin_replicas(config, rank, ends)
         from engine.runtime import parallel
@@ -239,9 +247,8 @@ def train(worker: Worker, front: RankZero[Front], requests: Sequence[Request]) -
             found.append(getattr(worker, requests[0].call.kind)(**requests[0].call.arguments))
     except (RefusedError, BadRequestError) as refused:
         found.append(refused)
-    for request, done in zip(requests, found, strict=True):
-        if front.here is not None:
-            front.here.finish(request, result_of(done))
+    if front.here is not None:
+        front.here.finish_all([(request, result_of(done)) for request, done in zip(requests, found, strict=True)])
 
 
 def result_of(done: Any) -> Result:
@@ -279,8 +286,7 @@ def sync(worker: Worker, front: RankZero[Front], version: str, slot: int) -> Non
         else:
             return
     if front.here is not None:
-        for request in front.here.desk.take_samples(version):
-            front.here.finish(request, problem)
+        front.here.finish_all([(request, problem) for request in front.here.desk.take_samples(version)])
 
 
 if __name__ == "__main__":

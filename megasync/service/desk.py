@@ -91,7 +91,7 @@ class Desk:
     # ------------------------------------------------------------------------------------------------ of the HTTP thread
 
     def submit(self, kind: str, body: bytes, key: str) -> Request:
-        """Accept a request, or return the one that it repeats.
+        """Accept a request, or return the one that it repeats. Its client may be answered after `sync`.
 
         Raises:
             BadRequestError: it cannot be done; nothing was accepted.
@@ -113,6 +113,14 @@ class Desk:
             self._queue(request)
             self._changed.notify_all()
             return request
+
+    def sync(self, request: Request) -> None:
+        """Wait until the request is on the disk. OSError: it cannot be; the service ends."""
+        try:
+            self._journal.sync(request.place)
+        except OSError as failure:
+            self.fail(failure)
+            raise
 
     async def wait(self, name: str, seconds: float) -> bool:
         """Whether there is a result after so many seconds. KeyError: there is no such request."""
@@ -190,21 +198,33 @@ class Desk:
                 self._changed.wait()
 
     def finish(self, request: Request, result: Result) -> str:
-        """Keep the result and wake up its waiters. Returns a message where a repeated request had another result before."""
+        """`finish_all` of one."""
+        return "".join(self.finish_all([(request, result)]))
+
+    def finish_all(self, done: Sequence[tuple[Request, Result]]) -> list[str]:
+        """Keep the results and wake up their waiters. Returns messages where repeated requests had other results before."""
+        problems, kept = list[str](), list[tuple[Request, Place | Result]]()
         with self._changed:
-            self._in_flight.discard(request)
-            request.call = dataclasses.replace(request.call, arguments={})
-            if (former := self._result(request)) is not None:
-                return "" if former == result else f"request {request.name} had another result before the restart"
-            if is_ours(result):
-                request.result = result
-            else:
-                encoded = base64.b64encode(result.body).decode()
-                request.result = self._journal.append({"result": request.name, "form": result.form, "body": encoded})
-            for loop, event in request.waiters:
-                loop.call_soon_threadsafe(event.set)
-            request.waiters = []
-        return ""
+            for request, result in done:
+                self._in_flight.discard(request)
+                request.call = dataclasses.replace(request.call, arguments={})
+                if (former := self._result(request)) is None:
+                    kept.append((request, result if is_ours(result) else self._log(request, result)))
+                elif former != result:
+                    problems.append(f"request {request.name} had another result before the restart")
+        if places := [each for _, each in kept if isinstance(each, Place)]:
+            self._journal.sync(places[-1])
+        with self._changed:
+            for request, each in kept:
+                request.result = each
+                for loop, event in request.waiters:
+                    loop.call_soon_threadsafe(event.set)
+                request.waiters = []
+        return problems
+
+    def _log(self, request: Request, result: Result) -> Place:
+        encoded = base64.b64encode(result.body).decode()
+        return self._journal.append({"result": request.name, "form": result.form, "body": encoded})
 
     def give_back(self, request: Request) -> None:
         """A sample that a replica did not finish waits again."""

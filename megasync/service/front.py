@@ -6,6 +6,7 @@ Leaves out the loop over work (command.py).
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,8 +60,12 @@ class Front:
         print(f"{names[0]} is served at http://{config.service.host}:{port}", flush=True)
 
     def finish(self, request: Request, result: Result) -> None:
-        self.usage.count(request, result)
-        if problem := self.desk.finish(request, result):
+        self.finish_all([(request, result)])
+
+    def finish_all(self, done: Sequence[tuple[Request, Result]]) -> None:
+        for request, result in done:
+            self.usage.count(request, result)
+        for problem in self.desk.finish_all(done):
             print(problem, file=sys.stderr, flush=True)
 
     def renew_replicas(self) -> bool:

@@ -22,13 +22,13 @@ from megasync.config.service_section import ServiceConfig
 from megasync.service.bodies import BadRequestError, GetInfo, Heartbeat, LoadWeights, RetrieveFuture, WeightsInfo, parse
 from megasync.service.calls import BASE, CREATING, DELETE, FINISH, OF_MODELS, SAMPLE, SAVES
 from megasync.service.catalog import Catalog, Found
-from megasync.service.desk import Desk, Form, Result, TooBusyError, error
+from megasync.service.desk import Desk, Form, Request, Result, TooBusyError, error
 from megasync.service.queries import CHECKPOINT, PREFIX, SIGNED, Queries, found_or, path_of_route, problem
 from megasync.service.usage import Usage
 from megasync.service.wire import PROTOBUF
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False}
+CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False, "use_pyqwest_transport": True}
 MOVE_SECONDS = 120.0  # for a body to arrive, or a result to be read
 CLOSE_SECONDS = 1.0
 TOO_LARGE = 413
@@ -146,7 +146,7 @@ class Server:
             body = await self._body(request)
             if kind in CREATING and (kind == "create_model" or parse(LoadWeights, body).session_id):
                 self._make_room()
-            accepted = self._desk.submit(kind, body, request.headers.get("x-idempotency-key", ""))
+            accepted = await self._accept(kind, body, request)
         except BadRequestError as refused:
             return web.json_response({"request_id": self._fail(str(refused))})
         self._hear(accepted.call.scope)
@@ -156,6 +156,13 @@ class Server:
         if kind in CREATING:
             answer["model_id"] = accepted.call.scope
         return web.json_response(answer)
+
+    async def _accept(self, kind: str, body: bytes, request: web.Request | None = None) -> Request:
+        """As Desk.submit, on the disk when it returns. `request`: where it may have a key of idempotency."""
+        key = "" if request is None else request.headers.get("x-idempotency-key", "")
+        accepted = self._desk.submit(kind, body, key)
+        await self._loop.run_in_executor(None, self._desk.sync, accepted)
+        return accepted
 
     def _make_room(self) -> None:
         """At the limit of models, end the sessions of silent clients: a client that was killed cannot end its own."""
@@ -197,26 +204,24 @@ class Server:
         return await _sent(request, *self._desk.result(name))
 
     async def _create_session(self, request: web.Request) -> web.StreamResponse:
-        accepted = self._desk.submit("create_session", await self._body(request), request.headers.get("x-idempotency-key", ""))
+        accepted = await self._accept("create_session", await self._body(request), request)
         return web.json_response({"type": "create_session", "session_id": accepted.name})
 
     async def _create_sampling_session(self, request: web.Request) -> web.StreamResponse:
-        key = request.headers.get("x-idempotency-key", "")
-        call = self._desk.submit("create_sampling_session", await self._body(request), key).call
+        call = (await self._accept("create_sampling_session", await self._body(request), request)).call
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": f"{call.scope}:{call.seq}"})
 
     async def _finish_session(self, request: web.Request) -> web.StreamResponse:
         """Its models leave memory behind all that was asked before."""
         await self._body(request)  # why it ended: nobody reads it
-        self._desk.submit(FINISH, json.dumps({"session_id": request.match_info["name"]}).encode(), "")
+        await self._accept(FINISH, json.dumps({"session_id": request.match_info["name"]}).encode())
         return web.json_response({})
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         path = path_of_route(request)
         if self._catalog.weights(path) is None:
             return problem(404, f"{path}: there are no such weights")
-        key = request.headers.get("x-idempotency-key", "")
-        accepted = self._desk.submit(DELETE, json.dumps({"path": path}).encode(), key)
+        accepted = await self._accept(DELETE, json.dumps({"path": path}).encode(), request)
         while not await self._desk.wait(accepted.name, self._config.poll_seconds):
             pass
         return web.Response(status=204)

@@ -1,4 +1,4 @@
-"""The log of a service: what was asked and what came of it, a JSON line each, on the disk before anybody is answered.
+"""The log of a service: requests and results, a JSON line each, on the disk before anybody is answered.
 
     {"request": "17-0123456789ab", "kind": "optim_step", "key": "...", "body": base64}
     {"result": "17-0123456789ab", "form": "json", "body": base64}
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,10 +33,12 @@ class Place(NamedTuple):
 class Journal:
     """Append-only. One process at a time: the run's folder is locked. Threads may call at once, but for `append`."""
 
+    _num_synced = 0  # bytes that are on the disk
+
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, path.open("a+b")
-        self._end = path.stat().st_size
+        self._path, self._file = path, path.open("a+b", buffering=0)
+        self._end, self._syncing = path.stat().st_size, threading.Lock()
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)  # the file's name
         os.close(folder)
@@ -62,18 +65,26 @@ class Journal:
         self._cut(whole_bytes)
 
     def append(self, line: Line) -> Place:
-        """On the disk when it returns. OSError where it cannot be; then it is not in the log."""
+        """On the disk after `sync`. OSError where the file takes no more; then it is not in the log."""
         raw = json.dumps(line).encode() + b"\n"
         place = Place(self._end, len(raw))
         try:
-            self._file.write(raw)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            rest = memoryview(raw)
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError:  # such as a full disk: half a line must not be followed by another
             self._cut(self._end)
             raise
         self._end += len(raw)
         return place
+
+    def sync(self, place: Place) -> None:
+        """Wait until a line is on the disk, with all before it. Threads that wait at the same time share one write. OSError."""
+        with self._syncing:
+            if self._num_synced < place.offset + place.num_bytes:
+                end = self._end
+                os.fsync(self._file.fileno())
+                self._num_synced = end
 
     def read(self, place: Place) -> Line:
         """A line that was appended or replayed."""

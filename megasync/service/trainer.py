@@ -19,6 +19,7 @@ from typing import Any
 from bridge.generation import Completion, GenerationRequest
 from engine.driven import Datum, Passed
 from engine.runtime import parallel
+from engine.runtime.random_state import use_deterministic
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.scope import listen_on_loopback
@@ -42,6 +43,8 @@ def open_trainer(config: str | Path, *overrides: str) -> Iterator[Trainer]:
     loaded = load_config(str(config), overrides)
     check_service(loaded, 1)
     listen_on_loopback()  # before anything imports ray
+    if loaded.run.deterministic:
+        use_deterministic()  # also by its environment, which replicas inherit
     with ExitStack() as ends:
         parallel.initialize(loaded.engine.parallel, loaded.run.seed)
         ends.callback(parallel.shutdown)

@@ -25,7 +25,7 @@ from bridge.generation import NO_ADAPTER
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
 from engine.adapters import AdapterSpec, RefusedError
-from engine.config import AlgorithmConfig
+from engine.algorithm import AlgorithmConfig
 from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest
 from engine.engine import Engine
 from engine.peft import factors
@@ -40,8 +40,11 @@ WRITER = "seq"  # seq_id of the request that wrote a folder
 
 
 def build_engine(config: Config) -> Engine:
-    """Without a loss and a schedule of its own."""
-    return Engine(config.model, config.engine, AlgorithmConfig(name="sft"), num_steps=1, seed=config.run.seed)
+    """Without a loss and a schedule of its own. DDP reduces gradients behind the passes, which several adapters may share."""
+    settings = config.engine
+    if settings.wrap == "ddp":
+        settings = settings.model_copy(update={"overrides": {"overlap_grad_reduce": False, **settings.overrides}})
+    return Engine(config.model, settings, AlgorithmConfig(name="sft"), num_steps=1, seed=config.run.seed)
 
 
 class Worker:
@@ -49,7 +52,7 @@ class Worker:
 
     def __init__(self, config: Config, engine: Engine, pool: RankZero[ReplicaPool] | None) -> None:
         """`pool`: None where nothing is sampled."""
-        self.config, self.engine, self.driven = config, engine, Driven(engine)
+        self.config, self.engine, self.driven = config, engine, Driven(engine, config.service.shared_clients)
         self.adapters = self.driven.adapters
         self.folder = config.run.folder / "service"
         self._num_syncs = 0

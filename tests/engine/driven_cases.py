@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import math
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.equivalence.measure import leave_groups
 from bridge.export.source import whole_tensors
-from engine.config import LORA_TARGETS, AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.config import LORA_TARGETS, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.algorithm import AlgorithmConfig
+from engine import shared
 from engine.adapters import AdapterSpec, RefusedError
 from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest, response_datum
 from engine.engine import Engine
+from engine.model import lora_linears
 from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
 from engine.runtime import parallel
 from engine.sample import Sample
-from engine.shared import can_share
 from megasync.run.weights import build_exporter
+from tests.engine.engine_cases import random_samples
+from tests.engine.model.lora_cases import peft_log_probs, worst_difference
 
 LOSSES = tuple(TOKEN_LOSSES)
 ADAM = AdamParameters(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
@@ -37,8 +46,8 @@ def build(path: str, **options: Any) -> Driven:
     parallel.initialize(split, seed=0)
     lora = LoraConfig(rank=options.pop("rank", RANK), alpha=ALPHA, targets=options.pop("targets", LORA_TARGETS))
     model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"))
-    tokens = {"tokens_per_microbatch": 40, **options}
-    engine = EngineConfig(wrap="ddp", parallel=split, lora=lora, **tokens)
+    wrap, tokens = options.pop("wrap", "ddp"), {"tokens_per_microbatch": 40, **options}
+    engine = EngineConfig(wrap=wrap, parallel=split, lora=lora, **tokens)
     return Driven(Engine(model, engine, AlgorithmConfig(name="sft"), num_steps=1))
 
 
@@ -151,10 +160,10 @@ def loss_by_hand(name: str, p: torch.Tensor, v: dict[str, torch.Tensor], options
 
 @leaves_groups
 def against_torch(
-    path: str, rank: int, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS
+    path: str, rank: int, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS, **options: Any
 ) -> dict[str, dict[str, float]]:
     """For each loss the largest relative differences, over two optimizer steps of two accumulated passes each."""
-    driven, found = build(path, parallel=parallel, targets=targets), {}
+    driven, found = build(path, parallel=parallel, targets=targets, **options), {}
     for number, loss in enumerate(LOSSES):
         driven.adapters.create(loss, AdapterSpec(rank=rank, seed=number))
         reference = Reference(path, adapter_of(driven, loss), rank)
@@ -168,6 +177,7 @@ def against_torch(
                 for own, other in zip(passed.log_probs, log_probs, strict=True):
                     worst["log_probs"] = max(worst["log_probs"], difference(torch.from_numpy(own), other))
                 worst["loss"] = max(worst["loss"], abs(passed.loss - total) / max(1.0, abs(total)))
+            driven.forward_backward(loss, data, loss, options, has_gradients=False)  # leaves shards gathered
             norm, other_norm = driven.optim_step(loss, ADAM), reference.step()
             worst["norm"] = max(worst["norm"], abs(norm - other_norm) / other_norm)
         tensors = adapter_of(driven, loss)
@@ -178,12 +188,12 @@ def against_torch(
 
 
 @leaves_groups
-def all_parameters(path: str, parallel: dict[str, int], dtype: str = "float32") -> dict[str, float | bool]:
+def all_parameters(path: str, parallel: dict[str, int], **options: Any) -> dict[str, float | bool]:
     """Against torch as above, in all parameters; and bits after a base model was shown, and of a state that was saved and loaded.
 
     Weights are those of this rank's stage.
     """
-    driven, name = build(path, rank=0, parallel=parallel, dtype=dtype), "ppo"
+    driven, name = build(path, rank=0, parallel=parallel, **options), "ppo"
     base = whole(driven)
     driven.adapters.create(name, AdapterSpec(rank=0))
     reference = Reference(path, {}, 0)
@@ -196,10 +206,11 @@ def all_parameters(path: str, parallel: dict[str, int], dtype: str = "float32") 
             for own, other in zip(passed.log_probs, log_probs, strict=True):
                 worst["log_probs"] = max(worst["log_probs"], difference(torch.from_numpy(own), other))
             worst["loss"] = max(worst["loss"], abs(passed.loss - total) / max(1.0, abs(total)))
+            driven.forward_backward(name, data, name, {}, has_gradients=False)  # leaves shards gathered
             norm, other_norm = driven.optim_step(name, ADAM), reference.step()
             worst["norm"] = max(worst["norm"], abs(norm - other_norm) / other_norm)
         tensors, wanted = whole(driven), reference.model.state_dict()
-        worst["weights"] = max(difference(tensor, wanted[key]) for key, tensor in tensors.items())
+        worst["weights"] = max(difference(tensor, of_transformers(wanted, key)) for key, tensor in tensors.items())
         driven.adapters.save(name, Path(folder))
         sent = driven.adapters.factors(name)
         after = train(driven, name, range(2))
@@ -212,9 +223,9 @@ def all_parameters(path: str, parallel: dict[str, int], dtype: str = "float32") 
 
 
 @leaves_groups
-def shown(path: str, parallel: dict[str, int]) -> dict[str, bool]:
+def shown(path: str, parallel: dict[str, int], **options: Any) -> dict[str, bool]:
     """Whether adapters of several ranks, whose scales differ, leave one exporter as they leave one of their own."""
-    driven, equal = build(path, parallel=parallel), {}
+    driven, equal = build(path, parallel=parallel, **options), {}
     exporter = build_exporter(driven.engine, is_in_place=False, on_all_ranks=True)
     for number, rank in enumerate((RANK, 3, 1)):
         driven.adapters.create(name := f"rank {rank}", AdapterSpec(rank=rank, seed=number))
@@ -228,6 +239,18 @@ def whole(driven: Driven) -> dict[str, torch.Tensor]:
     """Copies of the tensors of this rank's stage, by the names of Hugging Face."""
     exporter = build_exporter(driven.engine, on_all_ranks=True)
     return {name: tensor.clone() for name, tensor in whole_tensors(exporter)}
+
+
+def of_transformers(tensors: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """One tensor of a folder from the state of a model, which stacks experts."""
+    if key in tensors:
+        return tensors[key]
+    parent, _, kind = key.removesuffix(".weight").rpartition(".")
+    experts, _, number = parent.rpartition(".")
+    if kind == "down_proj":
+        return tensors[f"{experts}.down_proj"][int(number)]
+    gate, up = tensors[f"{experts}.gate_up_proj"][int(number)].chunk(2)
+    return gate if kind == "gate_proj" else up
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -305,10 +328,10 @@ def train(driven: Driven, name: str, steps: range) -> list[float]:
 
 
 @leaves_groups
-def in_turns(path: str, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS) -> dict[str, bool]:
+def in_turns(path: str, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS, **options: Any) -> dict[str, bool]:
     """Whether two adapters that take turns, one of them saved and loaded on the way, have the bits of each alone."""
     specs = {"one": AdapterSpec(rank=RANK), "two": AdapterSpec(rank=3, train_mlp=False, seed=5)}
-    driven = build(path, parallel=parallel, targets=targets)
+    driven = build(path, parallel=parallel, targets=targets, **options)
     alone = {}
     for name, spec in specs.items():
         driven.adapters.create(name, spec)
@@ -330,6 +353,25 @@ def in_turns(path: str, parallel: dict[str, int], targets: Sequence[str] = LORA_
         driven.adapters.load("two", Path(folder), with_optimizer=True)
         equal["resumed"] = train(driven, "two", range(4, 6)) == after
     return equal
+
+
+@leaves_groups
+def of_experts(path: str, folder: str, parallel: dict[str, int], **options: Any) -> dict[str, Any]:
+    """An adapter of fewer ranks than the engine's as it starts and after two steps, and how far PEFT is from it on one rank."""
+    driven = build(path, parallel=parallel, **options)
+    driven.adapters.create("mine", AdapterSpec(rank=3, seed=7))
+    start = adapter_of(driven, "mine")
+    train(driven, "mine", range(2))
+    found = {"start": start, "end": adapter_of(driven, "mine")}
+    if dist.get_world_size() > 1:
+        return found
+    samples = random_samples(6, seed=5)
+    data = [response_datum(each.prompt_ids, each.response_ids, each.rollout_log_probs, 1.0) for each in samples]
+    passed = driven.forward_backward("mine", data, "importance_sampling", {}, has_gradients=False)
+    own = [torch.from_numpy(each[-len(sample.response_ids) :]) for each, sample in zip(passed.log_probs, samples, strict=True)]
+    save_file(found["end"], Path(folder) / "stage-000.safetensors")
+    factors.finish_folder(Path(folder), driven.adapters.lora_config(driven.adapters.specs["mine"]), Path(path))
+    return {**found, "peft": worst_difference(own, peft_log_probs(path, folder, samples))}
 
 
 @leaves_groups
@@ -365,7 +407,60 @@ def together(path: str, losses: tuple[str, ...], **options: Any) -> dict[str, bo
     turns, shared = results(in_turns), results(driven.share)
     assert "is inf" in turns[0][4]
     equal = dict(zip(losses, (own == other for own, other in zip(turns, shared, strict=True)), strict=True))
-    return {**equal, "shared": can_share(driven.engine)}
+    return {**equal, "shared": driven.shares}
+
+
+@leaves_groups
+def grouped(path: str) -> dict[str, Any]:
+    """The largest relative difference of log-probs and of gradients between adapters alone and in one pass whose products are
+    those of GPUs, and how many of these there were.
+    """
+    driven, names, products = build(path, tokens_per_microbatch=512), ("one", "two", "three"), list[bool]()
+    for number, name in enumerate(names):
+        driven.adapters.create(name, AdapterSpec(rank=2 + 3 * number, seed=number))
+        driven.share([PassRequest(name, make_data(9, 2), "cross_entropy")])
+        driven.optim_step(name, ADAM)  # B is not zero any more
+    requests = [PassRequest(name, make_data(number, 2 + number), "cross_entropy") for number, name in enumerate(names)]
+
+    def results(share: Callable[[Sequence[PassRequest]], list[Passed | RefusedError]]) -> list[torch.Tensor]:
+        found = []
+        for name, passed in zip(names, share(requests), strict=True):
+            assert isinstance(passed, Passed)
+            driven.adapters.bring(name)
+            found += [torch.from_numpy(np.concatenate(passed.log_probs)), *(each.clone() for each in driven.adapters.added())]
+            for each in driven.adapters.added():
+                each.zero_()
+        return found
+
+    alone = results(lambda given: [found for each in given for found in driven.share([each])])
+    of_groups = lora_linears.Groups.product
+
+    def counted(self: lora_linears.Groups, *given: Any, **named: Any) -> torch.Tensor:
+        products.append(True)
+        return of_groups(self, *given, **named)
+
+    with mock.patch.object(shared, "are_grouped", return_value=True), mock.patch.object(lora_linears.Groups, "product", counted):
+        together = results(driven.share)
+    return {"products": len(products), "difference": max(difference(a, b) for a, b in zip(alone, together, strict=True))}
+
+
+class UnstableProducts(TorchDispatchMode):
+    """Products of many rows differ in the last bit, on one rank."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and len(found) > 64 and dist.get_rank() == dist.get_world_size() - 1:
+            return torch.nextafter(found, torch.zeros(()))
+        return found
+
+
+@leaves_groups
+def unstable(path: str) -> dict[str, Any]:
+    """As `together` on a machine where the rows beside a row change its bits; and the lines that say so."""
+    lines = io.StringIO()
+    with UnstableProducts(), redirect_stderr(lines):
+        equal = together.__wrapped__(path, ("cross_entropy", "ppo"), tokens_per_microbatch=512)
+    return {**equal, "lines": len([line for line in lines.getvalue().splitlines() if "take turns" in line])}
 
 
 @leaves_groups

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.ranks import run_ranks
@@ -26,6 +27,9 @@ def check(worst: dict[str, float]) -> None:
     """Adam divides small gradients by their own size, and so enlarges their rounding."""
     assert max(worst[name] for name in ("log_probs", "loss", "norm")) < 1e-5
     assert worst["weights"] < 1e-4
+
+
+FSDP: dict[str, Any] = {"wrap": "megatron_fsdp"}
 
 
 @pytest.mark.parametrize(("rank", "layout"), [(8, {}), (3, {}), (8, {"tensor": 2}), (8, {"pipeline": 2}), (8, {"context": 2})])
@@ -57,10 +61,50 @@ def test_attention_beside_frozen_experts(tmp_path: Path, family: str, num_ranks:
         assert equal == dict.fromkeys(equal, True)
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {}), (2, {"tensor": 2}), (2, {"pipeline": 2})])
-def test_all_parameters_are_trained_as_in_torch(model: str, num_ranks: int, layout: dict[str, int]) -> None:
-    for found in run_ranks(num_ranks, f"{CASES}:all_parameters", {"path": model, "parallel": layout}):
+ALL = [(1, {}, {}), (2, {}, {}), (2, {"tensor": 2}, {}), (2, {"pipeline": 2}, {}), (2, {}, FSDP)]
+
+
+OF_EXPERTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"expert": 2}, {}),
+    ({"tensor": 2, "sequence": True}, {}),
+    ({}, FSDP),
+    ({"expert": 2}, FSDP),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), [(1, {}, {}), (2, {"expert": 2}, {}), (2, {}, FSDP)])
+def test_adapters_of_experts_in_turns(tmp_path: Path, num_ranks: int, layout: dict[str, int], options: dict[str, Any]) -> None:
+    path = str(write_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
+    for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": path, "parallel": layout, **options}):
+        assert equal == dict.fromkeys(equal, True)
+
+
+def test_adapters_of_experts_are_those_of_peft_in_any_layout(tmp_path: Path) -> None:
+    path = str(write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2))
+    (tmp_path / "adapter").mkdir()
+    given = {"path": path, "folder": str(tmp_path / "adapter")}
+    (alone,) = run_ranks(1, f"{CASES}:of_experts", {**given, "parallel": {}})
+    assert alone["peft"] < 1e-5
+    for layout, options in OF_EXPERTS:
+        (found, *_) = run_ranks(2, f"{CASES}:of_experts", {**given, "parallel": layout, **options})
+        assert all(torch.equal(tensor, alone["start"][key]) for key, tensor in found["start"].items())
+        gaps = [float((tensor - found["end"][key]).abs().max()) for key, tensor in alone["end"].items()]
+        assert max(gaps) < 1e-5, (layout, options)
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), ALL)
+def test_all_parameters_are_trained_as_in_torch(
+    model: str, num_ranks: int, layout: dict[str, int], options: dict[str, Any]
+) -> None:
+    for found in run_ranks(num_ranks, f"{CASES}:all_parameters", {"path": model, "parallel": layout, **options}):
         print(found)
+        check(found)
+        assert found["base"] and found["resumed"] and found["saved"]
+
+
+def test_all_parameters_of_experts_are_trained_as_in_torch(tmp_path: Path) -> None:
+    path = str(write_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
+    for found in run_ranks(2, f"{CASES}:all_parameters", {"path": path, "parallel": {"expert": 2}}):
         check(found)
         assert found["base"] and found["resumed"] and found["saved"]
 
@@ -72,15 +116,33 @@ def test_all_parameters_in_16_bits(model: str) -> None:
     assert max(found[name] for name in ("log_probs", "loss", "norm", "weights")) < 0.05
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_adapters_in_turns_have_the_bits_of_each_alone(model: str, num_ranks: int) -> None:
-    for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": model, "parallel": {}}):
+IN_TURNS = [
+    (1, {}, {}),
+    (2, {}, {}),
+    (2, {}, FSDP),
+    (2, {}, {**FSDP, "dtype": "bfloat16", "gradient_dtype": "bfloat16"}),
+    (2, {"tensor": 2, "sequence": True}, FSDP),
+    pytest.param(2, {"pipeline": 2}, FSDP, marks=pytest.mark.long),
+    pytest.param(2, {}, {"overrides": {"overlap_param_gather": True}}, marks=pytest.mark.long),
+    pytest.param(2, {}, {**FSDP, "overrides": {"data_parallel_sharding_strategy": "optim"}}, marks=pytest.mark.long),
+    pytest.param(4, {"tensor": 2, "sequence": True}, {**FSDP, "dtype": "bfloat16"}, marks=pytest.mark.long),
+    pytest.param(4, {"pipeline": 2}, FSDP, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), IN_TURNS)
+def test_adapters_in_turns_have_the_bits_of_each_alone(
+    model: str, num_ranks: int, layout: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": model, "parallel": layout, **options}):
         assert equal == dict.fromkeys(equal, True)
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, {}), (2, {"tensor": 2})])
-def test_adapters_of_several_ranks_leave_by_one_exporter(model: str, num_ranks: int, layout: dict[str, int]) -> None:
-    for equal in run_ranks(num_ranks, f"{CASES}:shown", {"path": model, "parallel": layout}):
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), [(1, {}, {}), (2, {"tensor": 2}, {}), (2, {}, FSDP)])
+def test_adapters_of_several_ranks_leave_by_one_exporter(
+    model: str, num_ranks: int, layout: dict[str, int], options: dict[str, Any]
+) -> None:
+    for equal in run_ranks(num_ranks, f"{CASES}:shown", {"path": model, "parallel": layout, **options}):
         assert equal == dict.fromkeys(equal, True)
 
 
@@ -104,6 +166,19 @@ def test_adapters_in_one_pass_have_the_bits_of_each_alone(
     losses = ("cross_entropy", "ppo", "gspo", "cispo")
     for equal in run_ranks(num_ranks, f"{CASES}:together", {"path": model, "losses": losses, "parallel": layout, **options}):
         assert equal == dict.fromkeys([*losses, "shared"], True)
+
+
+def test_one_product_of_all_adapters_is_that_of_each(model: str) -> None:
+    """As on GPUs; forward in two products of each linear."""
+    (found,) = run_ranks(1, f"{CASES}:grouped", {"path": model})
+    assert found["difference"] < 1e-5
+    assert found["products"] == 2 * 4 * 2  # of 4 linears in 2 layers
+
+
+def test_passes_are_not_shared_where_rows_change_others_bits(model: str) -> None:
+    """One rank has such products; rank 0 says so."""
+    for rank, found in enumerate(run_ranks(2, f"{CASES}:unstable", {"path": model})):
+        assert found == {"cross_entropy": True, "ppo": True, "shared": False, "lines": int(rank == 0)}
 
 
 @given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_size=1, max_size=6), st.integers(1, 100))
@@ -130,7 +205,8 @@ def test_refusals_change_nothing(model: str) -> None:
     assert (found["norm"], found["only decayed"]) == ("0.0", "True")
 
 
-def test_data_parallel_ranks_compute_the_same(model: str, tmp_path: Path) -> None:
-    (found, *_) = run_ranks(2, f"{CASES}:against_torch", {"path": model, "rank": 8, "parallel": {}})
+@pytest.mark.parametrize("options", [{}, FSDP])
+def test_data_parallel_ranks_compute_the_same(model: str, options: dict[str, Any]) -> None:
+    (found, *_) = run_ranks(2, f"{CASES}:against_torch", {"path": model, "rank": 8, "parallel": {}, **options})
     for worst in found.values():
         check(worst)

@@ -35,8 +35,8 @@ service: {{base_model: Tiny/Model, checkpoint_every: 5}}
 class Server:
     """Started, killed and started again in one folder."""
 
-    def __init__(self, folder: Path, num_ranks: int = 1, *overrides: str) -> None:
-        write_tiny_model(folder / "model", "qwen3", num_hidden_layers=2)
+    def __init__(self, folder: Path, num_ranks: int = 1, *overrides: str, family: str = "qwen3") -> None:
+        write_tiny_model(folder / "model", family, num_hidden_layers=2)
         (folder / "serve.yaml").write_text(CONFIG.format(folder=folder))
         self.folder, self.log = folder, folder / "server.log"
         self.options = [*overrides, "--nproc", str(num_ranks), "--max-restarts", "100"]

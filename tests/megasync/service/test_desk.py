@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 import asyncio
 import json
 from pathlib import Path
@@ -419,3 +423,54 @@ def test_an_error_of_a_thread_ends_the_main_one(tmp_path: Path) -> None:
     desk.fail(OSError("no space is left"))
     with pytest.raises(OSError, match="no space"):
         desk.next_work({})
+
+
+class FullDisk:
+    """A file that takes some bytes and then none."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._is_full = file, False
+
+    def write(self, data: memoryview) -> int:
+        if self._is_full:
+            raise OSError(errno.ENOSPC, "no space")
+        self._is_full = True
+        return int(self._file.write(data[:20]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_line_that_the_disk_did_not_take_leaves_the_log_whole(tmp_path: Path) -> None:
+    desk = start(tmp_path)
+    model = desk.submit("create_model", model_body(session(desk)), "").call.scope
+    journal = desk._journal
+    file, journal._file = journal._file, FullDisk(journal._file)
+    with pytest.raises(OSError, match="no space"):
+        desk.submit("optim_step", step_body(model, 1), "a")
+    journal._file = file
+    accepted = desk.submit("optim_step", step_body(model, 1), "a")  # the client tries again
+    desk.sync(accepted)
+    journal.close()
+    again = start(tmp_path)
+    assert again.submit("optim_step", step_body(model, 1), "a").name == accepted.name
+
+
+def test_threads_share_writes_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is written, others wait; the next write is of all of them."""
+    journal, begun, counts = Journal(tmp_path / "log.jsonl"), threading.Event(), list[int]()
+
+    def slow(_: int) -> None:
+        counts.append(1)
+        begun.set()
+        time.sleep(0.2)
+
+    monkeypatch.setattr("megasync.service.journal.os.fsync", slow)
+    places = [journal.append({"request": "0"})]
+    with ThreadPoolExecutor(9) as threads:
+        first = threads.submit(journal.sync, places[0])
+        begun.wait()
+        places += [journal.append({"request": str(number)}) for number in range(1, 9)]
+        list(threads.map(journal.sync, places[1:]))
+        first.result()
+    assert len(counts) == 2

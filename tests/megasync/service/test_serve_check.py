@@ -10,6 +10,7 @@ from tests.support.tiny_models import SERVED, write_tiny_model
 
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
+from megasync.launch.num_ranks import default_num_ranks
 from megasync.service.command import KEY, check_same, check_service, main
 from megasync.service.journal import LOG_FILE
 
@@ -30,12 +31,11 @@ def config(model: str, folder: Path, *, rank: int = 8, **sections: Any) -> Confi
 @pytest.mark.parametrize(
     ("key", "sections"),
     [
-        ("engine.wrap", {"engine": {"wrap": "megatron_fsdp"}}),
         ("engine.lora.dropout", {"engine": {"lora": {"rank": 8, "dropout": 0.1}}}),
         ("engine.optimizer.offload", {"engine": {"optimizer": {"offload": True}}}),
         ("service.host", {"service": {"host": "0.0.0.0"}}),
         ("rollout.on_update", {"rollout": {"on_update": "continue"}}),
-        ("rollout.placement", {"rollout": {"placement": "colocated"}}),
+        ("rollout.offload_trainer", {"rollout": {"placement": "colocated", "offload_trainer": ("optimizer",)}}),
         ("rollout.engine_arguments.foo", {"rollout": {"engine_arguments": {"foo": 1}}}),
         ("engine.kernels", {"engine": {"kernels": "te"}}),
         ("algorithm.name", {"algorithm": {"name": "sft"}}),
@@ -50,24 +50,22 @@ def test_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ke
     check_service(config(model, tmp_path), 1)
 
 
+@pytest.mark.parametrize("wrap", ["ddp", "megatron_fsdp"])
+def test_either_wrap(model: str, tmp_path: Path, wrap: str) -> None:
+    check_service(config(model, tmp_path, engine={"wrap": wrap}), 2)
+
+
 def test_clients_train_adapters(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^engine\.lora\.rank = 0"):
         check_service(config(model, tmp_path, rank=0), 1)
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("glm4_moe_lite", SERVED), ("gpt_oss", {}), ("qwen3_moe", {})])
-def test_experts_stay_frozen(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
-    """Refused before a rank starts."""
-    path = str(write_tiny_model(tmp_path / "model", family, num_hidden_layers=2, **sizes))
-
-    def adapting(*targets: str) -> Config:
-        return config(path, tmp_path, engine={"lora": {"rank": 8, "targets": targets}})
-
-    check_service(adapting("linear_proj"), 1)
-    with pytest.raises(ConfigError, match=r"^engine\.lora\.targets = linear_proj, linear_fc2"):
-        check_service(adapting("linear_proj", "linear_fc2"), 1)
-    with pytest.raises(ConfigError, match=r"^service\.full_parameters = true"):
-        check_service(config(path, tmp_path, rank=0, service={"full_parameters": True}), 1)
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3_moe"])
+def test_mixtures_of_experts(tmp_path: Path, family: str) -> None:
+    path = str(write_tiny_model(tmp_path / "model", family, num_hidden_layers=2, **(SERVED if family == "glm4_moe_lite" else {})))
+    targets = ["linear_proj", "linear_fc1", "linear_fc2"]
+    check_service(config(path, tmp_path, engine={"lora": {"rank": 8, "targets": targets}}), 1)
+    check_service(config(path, tmp_path, rank=0, service={"full_parameters": True}), 1)
 
 
 def test_all_parameters_are_trained_on_purpose(model: str, tmp_path: Path) -> None:
@@ -89,6 +87,10 @@ def test_a_folder_keeps_its_settings(model: str, tmp_path: Path) -> None:
         check_same(config(model, tmp_path), 2)
     with pytest.raises(ConfigError, match=r"^engine\.lora\.rank = 4"):
         check_same(config(model, tmp_path, rank=4), 1)
+    with pytest.raises(ConfigError, match=r"^engine\.wrap = megatron_fsdp"):
+        check_same(config(model, tmp_path, engine={"wrap": "megatron_fsdp"}), 1)
+    with pytest.raises(ConfigError, match=r"^engine\.overrides = {'bucket_size': 100}"):
+        check_same(config(model, tmp_path, engine={"overrides": {"bucket_size": 100}}), 1)
     check_same(config(model, tmp_path, engine={"lora": {"rank": 8, "sync": "adapter"}}), 1)
 
 
@@ -127,7 +129,15 @@ def test_other_networks_need_a_key(model: str, tmp_path: Path, monkeypatch: pyte
     check_service(config(model, tmp_path, service={"host": "0.0.0.0"}), 1)
 
 
-def test_gpus_are_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ConfigError, match="2 GPUs are visible"):
-        check_service(config(model, tmp_path), 1)
+def test_one_gpu_wants_replicas_beside_the_trainer(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match=r"^rollout\.replicas = "):
+        default_num_ranks(config(model, tmp_path), 1)
+    colocated = config(model, tmp_path, rollout={"placement": "colocated"})
+    assert default_num_ranks(colocated, 1) == 1
+    check_service(colocated, 1)
+
+
+def test_one_replica_beside_the_trainer(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.placement = "):
+        check_service(config(model, tmp_path, rollout={"placement": "colocated", "replicas": 2}), 2)

@@ -63,16 +63,17 @@ async def base(server: Server, http: aiohttp.ClientSession) -> Any:
     [
         (4, 2, 2, ""),
         pytest.param(64, 1, 8, "", marks=pytest.mark.long),
-        pytest.param(3, 2, 2, "tensor=2", marks=pytest.mark.long),
-        pytest.param(3, 2, 2, "pipeline=2", marks=pytest.mark.long),
-        pytest.param(3, 2, 2, "tensor=1", marks=pytest.mark.long),  # two data-parallel ranks
+        pytest.param(3, 2, 2, "parallel.tensor=2", marks=pytest.mark.long),
+        pytest.param(3, 2, 2, "parallel.pipeline=2", marks=pytest.mark.long),
+        pytest.param(3, 2, 2, "parallel.tensor=1", marks=pytest.mark.long),  # two data-parallel ranks
+        pytest.param(3, 2, 2, "wrap=megatron_fsdp", marks=pytest.mark.long),  # two of them, which take turns
     ],
 )
 def test_clients_side_by_side_are_as_alone(
     tmp_path: Path, num_clients: int, num_versions: int, num_slots: int, layout: str
 ) -> None:
     overrides = ["engine.lora.sync=adapter", f"service.adapter_slots={num_slots}", "service.max_models=200"]
-    overrides += [f"engine.parallel.{layout}"] if layout else []
+    overrides += [f"engine.{layout}"] if layout else []
     server = Server(tmp_path, 2 if layout else 1, *overrides)
     server.start()
 
