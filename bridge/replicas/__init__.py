@@ -5,6 +5,7 @@ generator.py  the requests that it works on
 output.py     the log of its processes
 places.py     which nodes of a Ray they are put on
 launched.py   actors are launched, ended and waited for
-actors.py     how many are wanted, and the state of each: replaced, scaled
+states.py     the states of a replica's number
+actors.py     how many are wanted: replaced, scaled
 pool.py       ReplicaPool: the replicas as rank 0 of the trainer sees them
 """

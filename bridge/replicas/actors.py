@@ -1,11 +1,4 @@
-"""The Ray actors behind a pool of replicas: how many are wanted, and the state of each number.
-
-                 +------------- lost -------------+
-                 v                                |
-    (new) --> STARTING --> READY -- rejoin --> MEMBER <--> LEAVING -- dismiss --> ENDING --> (the number is free)
-               |    ^
-               v    |
-    LOST: given up, or DEFERRED: the trainer may have the memory
+"""The Ray actors behind a pool of replicas: how many are wanted, and which are replaced, join and leave (states.py).
 
 `rejoin` alone changes who the members are, between two syncs. Threads end actors and start others, one thread a number.
 Leaves out ray.init (the caller's), how actors start, end and are waited for (launched.py), calls of them (pool.py) and what an
@@ -14,12 +7,9 @@ actor does (replica.py).
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -27,65 +17,13 @@ import torch
 from bridge.config import ReplicaConfig
 from bridge.replicas import places
 from bridge.replicas.launched import CLOSE_SECONDS, UNSTARTED_CLOSE_SECONDS, ActorLauncher, ReplicaActor, ReplicaDiedError
+from bridge.replicas.states import PRESENT, NumberedReplica, State, choose_wanted
 
 START_ATTEMPTS = 3  # of a replica
 
 
-class State(Enum):
-    """Where a number stands. A number without a state has no actor."""
-
-    STARTING = "starting"  # in a thread, which ends a former actor first
-    DEFERRED = "deferred"  # on shared devices: `rejoin` starts it, once the trainer has given its memory up
-    READY = "ready"  # started; waits for `rejoin`
-    MEMBER = "member"  # generates and takes part in syncs
-    LEAVING = "leaving"  # a member that is not wanted any more, until `dismiss`
-    ENDING = "ending"  # in a thread
-    LOST = "lost"  # wanted, but START_ATTEMPTS starts failed
-
-
-TRANSITIONS: dict[State, set[State]] = {
-    State.STARTING: {State.READY, State.DEFERRED, State.LOST},
-    State.DEFERRED: {State.STARTING},
-    State.READY: {State.MEMBER, State.ENDING},
-    State.MEMBER: {State.STARTING, State.LEAVING},
-    State.LEAVING: {State.MEMBER, State.ENDING},
-    State.ENDING: set(),
-    State.LOST: {State.STARTING},
-}
-PRESENT = (State.MEMBER, State.LEAVING)
-
-
 class TooFewReplicasError(RuntimeError):
     """Fewer than `rollout.min_replicas` replicas run, and no more came within `rollout.restart_timeout_seconds`."""
-
-
-@dataclass
-class Numbered:
-    """One number: its state, its actor while it has one, and its newest thread."""
-
-    state: State
-    actor: ReplicaActor | None = None
-    thread: threading.Thread | None = None
-    problem: str = ""  # why the last start failed
-
-    def become(self, state: State) -> None:
-        assert state in TRANSITIONS[self.state], f"{self.state} -> {state}"
-        self.state = state
-
-    def take_actor(self) -> ReplicaActor | None:
-        actor, self.actor = self.actor, None
-        return actor
-
-
-def choose_wanted(count: int, there: Collection[int], starting: Collection[int], taken: Collection[int]) -> set[int]:
-    """The numbers of the `count` replicas that are wanted. Pure.
-
-    First the replicas that are `there`, then those `starting`, each the lowest first; then the lowest free numbers. `taken`:
-    numbers that cannot be given out, such as those of replicas that are ending.
-    """
-    known = [*sorted(there), *sorted(set(starting) - set(there))]
-    free = (number for number in itertools.count() if number not in known and number not in taken)
-    return set(itertools.islice(itertools.chain(known, free), count))
 
 
 class ReplicaActors(ActorLauncher):
@@ -95,7 +33,7 @@ class ReplicaActors(ActorLauncher):
         super().__init__(config)
         self.wanted: set[int] = set(range(num_replicas))
         self.members: list[int] = []  # since the last `rejoin`; some may be lost by now
-        self._replicas: dict[int, Numbered] = {}
+        self._replicas: dict[int, NumberedReplica] = {}
         self._lock = threading.RLock()  # of `wanted` and all states
 
     @classmethod
@@ -129,8 +67,8 @@ class ReplicaActors(ActorLauncher):
         return actors
 
     def _begin_all(self, replicas: Iterable[int]) -> dict[int, ReplicaActor]:
-        launched = self._begin_launch(list(replicas), serves_folder=True)
-        self._replicas = {replica: Numbered(State.STARTING, actor) for replica, actor in launched.items()}
+        launched = self._begin_launch(list(replicas), serves_folder=self.config.serves_folder)
+        self._replicas = {replica: NumberedReplica(State.STARTING, actor) for replica, actor in launched.items()}
         return launched
 
     def finish_start(self) -> None:
@@ -160,7 +98,7 @@ class ReplicaActors(ActorLauncher):
         self._take_as_members(launched)
 
     def _take_as_members(self, started: dict[int, ReplicaActor]) -> None:
-        self._replicas = {replica: Numbered(State.MEMBER, actor) for replica, actor in started.items()}
+        self._replicas = {replica: NumberedReplica(State.MEMBER, actor) for replica, actor in started.items()}
         self.members = sorted(started)
 
     def room_problem(self, num_replicas: int) -> str:
@@ -193,7 +131,7 @@ class ReplicaActors(ActorLauncher):
             excluded = set(without)
             self.wanted = choose_wanted(num_replicas, there - excluded, starting - excluded, ending | excluded)
             for replica in self.wanted - self._replicas.keys():
-                self._replicas[replica] = Numbered(State.LOST)
+                self._replicas[replica] = NumberedReplica(State.LOST)
             for replica, own in list(self._replicas.items()):
                 if replica not in self.wanted:
                     self._unwant(replica)
@@ -258,29 +196,36 @@ class ReplicaActors(ActorLauncher):
 
     def _work(self, replica: int, former: ReplicaActor | None, seconds: float) -> None:
         """End the former actor; start another unless it is ENDING. A number that is not wanted any more goes."""
-        own, reached = self._replicas[replica], State.DEFERRED
+        own = self._replicas[replica]
+        is_deferred = former is not None and self.config.shares_devices
         if former is not None:
             try:
                 self._end([former], seconds)
             except Exception as error:  # noqa: BLE001 # Ray may be gone: a start says so
                 self._notes.append(f"replica {replica} could not be ended: {error}")
-        if own.state is State.STARTING and not (former is not None and self.config.shares_devices):
-            reached = self._start_again(replica, own)
-        with self._lock:
-            if own.state is State.ENDING:
-                self._forget(replica)
-                return
-            own.become(reached)
-            if replica not in self.wanted:
-                self._unwant(replica)
+        reached = None
+        while reached is None:
+            reached = State.DEFERRED if is_deferred or own.state is not State.STARTING else self._start_again(replica, own)
+            with self._lock:
+                if own.state is State.ENDING:
+                    self._forget(replica)
+                    return
+                if reached is None and replica in self.wanted:
+                    continue  # it was given up, and is wanted again since
+                reached = reached or State.LOST
+                own.become(reached)
+                if replica not in self.wanted:
+                    self._unwant(replica)
 
-    def _start_again(self, replica: int, own: Numbered) -> State:
-        """READY, or LOST: after START_ATTEMPTS, without Ray, or where it is not wanted any more."""
+    def _start_again(self, replica: int, own: NumberedReplica) -> State | None:
+        """READY, or LOST: after START_ATTEMPTS, or without Ray. None where it is not wanted any more."""
         for attempt in range(1, START_ATTEMPTS + 1):
             lost = places.lost_ray()
-            if lost or self._is_closed or replica not in self.wanted:
+            if lost or self._is_closed:
                 own.problem = lost or own.problem
                 break
+            if replica not in self.wanted:
+                return None
             try:
                 launched = self._begin_launch([replica], serves_folder=self.config.never_syncs)
                 own.actor = launched[replica]

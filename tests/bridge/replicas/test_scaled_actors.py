@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from bridge.config import ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
-from bridge.replicas.actors import ReplicaActors, State, choose_wanted
+from bridge.replicas.actors import ReplicaActors
+from bridge.replicas.states import NumberedReplica, State, choose_wanted
 from bridge.replicas.launched import ReplicaActor
 from bridge.replicas.places import room_problem
 from bridge.replicas.pool import ReplicaPool
@@ -91,6 +92,26 @@ def test_after_any_changes_those_that_are_wanted_are_there_and_no_others(
     assert actors.given_up == {} and actors.drain_notes() == []
     actors.close()
     assert actors.alive == []
+
+
+class WantedAgain(SlowActors):
+    """A number that is not started, since it is not wanted, is wanted again at that moment."""
+
+    def _start_again(self, replica: int, own: NumberedReplica) -> State | None:
+        found = super()._start_again(replica, own)
+        if found is None:
+            self.scale(2)
+        return found
+
+
+def test_one_that_is_wanted_again_while_it_is_given_up_starts() -> None:
+    actors = WantedAgain(2, 0.05)
+    actors.replace(1)
+    actors.scale(1)
+    while is_busy(actors):
+        time.sleep(0.001)
+    assert actors.rejoin(2, 10.0) and actors.members == [0, 1] and actors.given_up == {}
+    actors.close()
 
 
 def test_one_that_was_lost_and_is_there_again_before_the_next_sync_has_come() -> None:
