@@ -38,7 +38,7 @@ setup(
     description="Megatron-Core training engine for RL whose weights reach vLLM bucket by bucket, verified",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[*find_packages(include=["megasync*", "engine*", "bridge*", "exact*"]), *SHIPPED],
+    packages=[*find_packages(include=["megasync*", "engine*", "bridge*", "exact*", "model_folder*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
         "megasync.tools.plan": ["measured.json"],

@@ -2,10 +2,10 @@
 
 Each room imports only from those above it:
 
-config.py     the YAML keys `model`, `engine` and `algorithm`
+config.py     the YAML keys `model` and `engine`
+algorithm.py  the YAML key `algorithm`
 sample.py     Sample: a prompt with a response, as arrays
 rules.py      compatibility of a model and a layout: used by the config check and by the engine (no torch)
-folder.py     where the language model lies in a Hugging Face folder (no torch)
 resume.py     a checkpoint's index, and whether a run can resume from it (no torch)
 runtime/      the device, megatron-core itself, process groups, random states
 batch/        samples packed into balanced micro-batches

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.folder import weight_files
+from model_folder.files import read_header, weight_files
 from engine.model.build import global_name, gpt_model
 from engine.model.lora import adapted_linears
 from engine.moe import router_bias
-from engine.peft.folder import read_header
 from engine.runtime import parallel
 from engine.runtime.megatron import parallel_state as mpu
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.batch.batch import MicroBatch
-from engine.config import AlgorithmConfig
+from engine.algorithm import AlgorithmConfig
 from engine.minibatch import MiniBatch
 from engine.model.head import Values
 from engine.objective import distillation, loss, metrics

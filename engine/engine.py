@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from engine import alike, minibatch
 from engine.objective import metrics, logits
-from engine.attention import delta, flash, fused
+from engine.attention import delta_net, flash, fused
 from engine.runtime import device, parallel
 from engine.model import head, lora, stages
 from engine.model.families import table as families
@@ -29,7 +29,8 @@ from engine.peft import factors
 from engine.moe import router, router_bias
 from engine.batch.batch import MicroBatch, SampleTable
 from engine.batch.plan import needed_samples, split_members
-from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig
+from engine.algorithm import AlgorithmConfig
 from engine.objective.metrics import chosen_log_probs
 from engine.objective.loss import Sums
 from engine.objective.own import OwnFunctions
@@ -100,7 +101,7 @@ class Engine:
         self.stage_layers = pipeline_layers(self.mbridge, engine.parallel)
         self.balance = balance(engine, self.mbridge)
         setting, config = self._kernels.setting, self.mbridge.config
-        self.kernels = self._kernels.describe(flash.choose(setting, config), delta.choose_kernels(setting, config))
+        self.kernels = self._kernels.describe(flash.choose(setting, config), delta_net.choose_kernels(setting, config))
         self._describe_choices()
         chunks = build_model(self.mbridge, engine, weights_path or model.path)
         has_reference = algorithm.name == "grpo" and algorithm.kl_coefficient > 0

@@ -21,7 +21,8 @@ from engine.runtime.parallel import Layout
 from engine.moe import router
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import Balance, padding_fraction, plan_microbatches
-from engine.config import AlgorithmConfig, EngineConfig, is_own
+from engine.config import EngineConfig, is_own
+from engine.algorithm import AlgorithmConfig
 from engine.objective.own import OwnFunctions
 
 

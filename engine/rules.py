@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.config import DELTA_FAMILIES, DTYPE_BYTES, EXPERT_ROW_BYTES, GEMMA, GPT_OSS, EngineConfig, LoraConfig, ParallelConfig
+from engine.config import (
+    DELTA_NET_FAMILIES,
+    DTYPE_BYTES,
+    EXPERT_ROW_BYTES,
+    GEMMA,
+    GPT_OSS,
+    EngineConfig,
+    LoraConfig,
+    ParallelConfig,
+)
 
 
 class Problem(NamedTuple):
@@ -83,14 +92,6 @@ def experts_lora_problem(lora: LoraConfig, target: str, dtype: str) -> Problem |
     return None
 
 
-EXPERTS_IN_TURNS = "clients train adapters of attention only in a mixture of experts, whose own linears have these names"
-
-
-def leaves_experts(lora: LoraConfig) -> bool:
-    """Whether experts stay frozen under these adapters. Those of experts are stacks, which no rank below the engine's cuts."""
-    return lora.rank > 0 and not {"linear_fc1", "linear_fc2"} & set(lora.targets)
-
-
 def recompute_problem(model_type: str, config: EngineConfig) -> Problem | None:
     """Rules of what is recomputed."""
     if model_type != GPT_OSS or config.recompute != "selective" or "mlp_act" not in config.recompute_modules:
@@ -101,7 +102,7 @@ def recompute_problem(model_type: str, config: EngineConfig) -> Problem | None:
 
 def context_problem(model_type: str, num_kv_heads: int, parallel: ParallelConfig) -> Problem | None:
     """Rules of attention over context ranks; `num_kv_heads`: the model's."""
-    if parallel.context > 1 and model_type in DELTA_FAMILIES:
+    if parallel.context > 1 and model_type in DELTA_NET_FAMILIES:
         message = f"engine.parallel.context = {parallel.context}: the gated delta nets of {model_type} need whole sequences"
         return Problem(message, "write engine.parallel.context=1, and engine.parallel.tensor for longer sequences", "1")
     heads = num_kv_heads // parallel.tensor

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from engine.batch.batch import MicroBatch
-from engine.config import TeacherObjective
+from engine.algorithm import TeacherObjective
 from engine.model import head, lora, vocabulary
 from engine.model.build import gpt_model
 from engine.moe import router

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.attention import delta, flash, fused, rope
+from engine.attention import delta_net, flash, fused, rope
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
 from engine.config import EngineConfig, ModelConfig, ParallelConfig
@@ -57,7 +57,7 @@ class Forward:
         engine = engine.model_copy(update={"parallel": ParallelConfig()})
         self.mbridge = build_mbridge(model, engine)
         flash.choose(engine.kernels, self.mbridge.config)
-        delta.choose_kernels(engine.kernels, self.mbridge.config)
+        delta_net.choose_kernels(engine.kernels, self.mbridge.config)
         self.chunks = build_model(self.mbridge, engine, weights_path or model.path)
         if engine.lora.rank:
             lora.add_adapters(self.chunks, engine.lora, seed=0)

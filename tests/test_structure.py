@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("exact", "engine", "bridge", "megasync", "examples", "bench")
+PACKAGES = ("model_folder", "exact", "engine", "bridge", "megasync", "examples", "bench")
 FORBIDDEN = {
+    "model_folder": {"megasync", "bridge", "engine", "exact", "torch", "ray", "megatron", "vllm", "tests"},
     "exact": {"megasync", "bridge", "engine", "ray", "megatron", "tests"},  # of vLLM the kernels, on GPUs
     "engine": {"megasync", "bridge", "ray", "vllm", "tests"},
     "bridge": {"megasync", "engine", "tests"},
@@ -31,9 +32,10 @@ WITHOUT_TORCH = [
 COMMANDS = ["train", "submit", "launch.driver"]
 # A room imports from itself and from those before it.
 ROOMS = {
+    "model_folder": ["files", "layout"],
     "exact": ["cuda", "kernels", "merge_kernel", "linear", "pointwise", "rotary", "attention", "cuda_machine", "machine"],
     "engine": [
-        *("config", "sample", "rules", "folder", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft"),
+        *("config", "algorithm", "sample", "rules", "resume", "runtime", "batch", "attention", "moe", "model", "wrap", "peft"),
         *("objective", "minibatch", "passes", "teacher", "criterion", "offload", "alike", "models", "engine", "adapters"),
         *("shared", "driven", "trace", "checkpoint"),
     ],

@@ -26,6 +26,7 @@ from bridge.layout.bucket import PlanKey, SyncPlan
 from bridge.layout.lanes import LanePlan
 from bridge.layout.manifest import Manifest, find_differences, read_folder_manifest, without_predictors
 from bridge.layout.plan import LoadPlan
+from bridge.layout.quantised import quantised_manifest
 from bridge.messages import BeginSync
 from bridge.receive.bake import bake
 from bridge.receive.unpack import Unpacker
@@ -34,7 +35,7 @@ from bridge.transport.protocol import Reader
 from bridge.vllm.exact import register as exact
 from bridge.vllm.serving import routing, text_alone
 from bridge.vllm.serving.trace import Tracing
-from bridge.vllm.weights import adapter, gpt_oss, latent, readback, reload
+from bridge.vllm.weights import adapter, fp8, gpt_oss, latent, readback, reload
 
 SLEPT_BESIDE_OTHERS = "Memory usage increased after sleeping."
 
@@ -121,13 +122,18 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         plan = self._load_plan
         unpacker = self._unpackers.get(self._slot)
         if message.adapter is None and (plan is None or plan.manifest.digest != key.manifest_digest or not plan.is_current):
-            with reload.config_scope(self.vllm_config):
-                transformed, load = reload.transformation(self.model), self.model.load_weights
-                self._load_plans[self._slot] = bake(manifest, self.model, load, transformed, latent.is_derived)
+            self._load_plans[self._slot] = self._bake(manifest)
             unpacker = None
         if unpacker is None or unpacker.plan.key != key:
             unpacker = Unpacker(SyncPlan(manifest, key.stage_sizes, key.bucket_bytes), self._load_plan, self.device)
         self._unpackers[self._slot] = unpacker
+
+    def _bake(self, manifest: Manifest) -> LoadPlan:
+        with reload.config_scope(self.vllm_config), fp8.as_created(self.model):
+            transformed, load = reload.transformation(self.model), self.model.load_weights
+            plan = bake(manifest, self.model, load, transformed, latent.is_derived)
+        plan.parameters = {name: self.model.get_parameter(name) for name in plan.parameters}  # not those of `as_created`
+        return plan
 
     @property
     def _load_plan(self) -> LoadPlan | None:
@@ -155,7 +161,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if self._held is None:
             layers = self.model_config.hf_text_config.num_hidden_layers
             held = gpt_oss.unpacked_manifest(read_folder_manifest(Path(self.model_config.model)))
-            self._held = without_predictors(text_alone.own_manifest(self.model, held), layers)
+            held = without_predictors(text_alone.own_manifest(self.model, held), layers)
+            self._held = quantised_manifest(held) if self.model_config.quantization == fp8.METHOD else held
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         problem = latent.problem(self.model)
         return [problem] if problem else find_differences(manifest, self._held, dtype, tied=reload.is_tied(self.model))

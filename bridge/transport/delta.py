@@ -22,13 +22,13 @@ from bridge.layout.bucket import Bucket, StagePlan, gaps
 from bridge.layout.digest import BucketDigests, digest_bytes
 from bridge.transport.channel import Channel, Channels
 from bridge.transport.protocol import DamagedError, TransportError
-from bridge.versions import delta
+from bridge.versions import weight_delta
 from bridge.versions.file import VersionLogError
 from bridge.versions.reader import VersionReader
 
 SCHEME = "delta:"
 CPU = torch.device("cpu")
-ENCODINGS = (*delta.ENCODINGS, "whole")
+ENCODINGS = (*weight_delta.ENCODINGS, "whole")
 LOG_BYTES_PER_SECOND = 300e6  # of weights, for each file of a chain (docs/verify.md)
 HAVE, LACK = b"have", b"lack"
 
@@ -166,7 +166,7 @@ class DeltaReader:
         payload = receive(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
         try:
             cache.buckets[index] = decode(ENCODINGS[code], payload, cache.buckets[index])
-        except delta.DamagedError as error:
+        except weight_delta.DamagedError as error:
             raise TransportError(f"{stage.describe(bucket)}: {error}") from error
         data = cache.buckets[index].to(self._device)
         digest = digest_bytes(data)
@@ -206,7 +206,7 @@ def encode(data: torch.Tensor, former: torch.Tensor | None) -> tuple[str, torch.
     `former`: as all readers have it, in host memory; it becomes the bucket.
     """
     if former is not None and former.numel() == data.numel():
-        encoding, found = delta.advance(_words(former), _words(data))
+        encoding, found = weight_delta.advance(_words(former), _words(data))
         if len(found) < data.numel() or encoding == "same":
             return encoding, torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else former[:0], former
         return "whole", former, former
@@ -218,11 +218,11 @@ def decode(encoding: str, payload: torch.Tensor, former: torch.Tensor) -> torch.
     """The bucket; `former` becomes it, but for a whole one.
 
     Raises:
-        delta.DamagedError: the bytes are none of a delta of this bucket.
+        weight_delta.DamagedError: the bytes are none of a delta of this bucket.
     """
     if encoding == "whole":
         return payload
-    delta.apply(_words(former), encoding, payload.numpy().tobytes())
+    weight_delta.apply(_words(former), encoding, payload.numpy().tobytes())
     return former
 
 

@@ -5,7 +5,7 @@ has no mark. It grows under another name and gets its own when it is on the disk
 
     versions/version_00000012.stage_000
 
-Leaves out the order of versions (reader.py) and what changed (delta.py).
+Leaves out the order of versions (reader.py) and what changed (weight_delta.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VersionLogError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. `digest`: of it in this version. `encoding`: raw, or one of delta.ENCODINGS; "" in a log of digests."""
+    """One tensor. `digest`: of it in this version. `encoding`: raw, or one of weight_delta.ENCODINGS; "" in a log of digests."""
 
     name: str
     dtype: str

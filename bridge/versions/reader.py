@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from bridge.layout.digest import digest_tensor
-from bridge.versions import delta
+from bridge.versions import weight_delta
 from bridge.versions.file import DELTA, DIGESTS, Entry, Header, VersionLogError, read_header, there, there_or_gone
 
 
@@ -130,7 +130,7 @@ class VersionReader:
 
 def _take_all(path: Path, header: Header, tensors: dict[str, torch.Tensor]) -> None:
     """One file's, into the tensors that it was added to; several at a time, in threads."""
-    threads = ThreadPoolExecutor(delta.num_threads(), "version log")
+    threads = ThreadPoolExecutor(weight_delta.num_threads(), "version log")
     try:
         taken = threads.map(lambda entry: _taken(path, tensors.get(entry.name), entry), header.entries)
         for entry, tensor in zip(header.entries, taken, strict=True):
@@ -147,7 +147,7 @@ def _taken(path: Path, former: torch.Tensor | None, entry: Entry) -> torch.Tenso
         raise VersionLogError(f"{path}: {entry.name} is damaged: there is nothing that it was added to")
     try:
         tensor = _whole(entry, data) if former is None or entry.encoding == "raw" else _added(former, entry, data)
-    except delta.DamagedError as error:
+    except weight_delta.DamagedError as error:
         raise VersionLogError(f"{path}: {entry.name} is damaged: {error}") from error
     if entry.encoding != "same" and digest_tensor(tensor) != entry.digest:
         raise VersionLogError(f"{path}: {entry.name} is damaged: it differs from its digest")
@@ -155,14 +155,14 @@ def _taken(path: Path, former: torch.Tensor | None, entry: Entry) -> torch.Tenso
 
 
 def _added(former: torch.Tensor, entry: Entry, data: npt.NDArray[np.uint8]) -> torch.Tensor:
-    delta.apply(former, entry.encoding, data.tobytes())
+    weight_delta.apply(former, entry.encoding, data.tobytes())
     return former
 
 
 def _whole(entry: Entry, data: npt.NDArray[np.uint8]) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     if len(data) != math.prod(entry.shape) * dtype.itemsize:
-        raise delta.DamagedError("another number of bytes")
+        raise weight_delta.DamagedError("another number of bytes")
     if not len(data):  # numpy gives it a stride that torch does not take
         return torch.empty(entry.shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).view(entry.shape)

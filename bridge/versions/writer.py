@@ -22,7 +22,7 @@ import torch
 
 from bridge.layout.digest import digest_tensor
 from bridge.layout.words import words
-from bridge.versions import delta
+from bridge.versions import weight_delta
 from bridge.versions.file import (
     DELTA,
     DIGESTS,
@@ -99,7 +99,7 @@ class _Pass:
         self.entries: list[Entry] = []
         self.weight_bytes = self.num_changed = self._offset = 0
         self._file = file
-        self._num_threads = delta.num_threads()
+        self._num_threads = weight_delta.num_threads()
         self._threads = ThreadPoolExecutor(self._num_threads, "version log")
         self._under_way: deque[tuple[Entry, Future[tuple[str, bytes]]]] = deque()
 
@@ -119,7 +119,7 @@ class _Pass:
         former = self.former.get(name)
         changes = None
         if self.kind == DELTA and tensor.is_cuda and former is not None:
-            changes = delta.find_changes(tensor, former)
+            changes = weight_delta.find_changes(tensor, former)
         if former is not None and changes is not None:
             encoded = self._threads.submit(_add_and_encode, former, changes)
         else:
@@ -139,13 +139,13 @@ class _Pass:
         if self.kind == FULL:
             return "raw", words(own).tobytes()
         assert former is not None
-        return delta.encode(own, former)
+        return weight_delta.encode(own, former)
 
     def _write_oldest(self) -> None:
         entry, encoded = self._under_way.popleft()
         encoding, data = encoded.result()
         if self.kind == DELTA:
-            self.num_changed += delta.num_changed(encoding, data, math.prod(entry.shape))
+            self.num_changed += weight_delta.num_changed(encoding, data, math.prod(entry.shape))
         self._write(replace(entry, encoding=encoding), data)
 
     def _write(self, entry: Entry, data: bytes) -> None:
@@ -154,9 +154,9 @@ class _Pass:
         self._offset += len(data)
 
 
-def _add_and_encode(former: torch.Tensor, changes: delta.Changes) -> tuple[str, bytes]:
-    delta.add(former, changes)
-    return delta.encode_changes(changes)
+def _add_and_encode(former: torch.Tensor, changes: weight_delta.Changes) -> tuple[str, bytes]:
+    weight_delta.add(former, changes)
+    return weight_delta.encode_changes(changes)
 
 
 def cut(folder: Path, version: int) -> list[int]:

@@ -8,6 +8,6 @@ context.py  context parallelism: sequences that several ranks share
 windows.py  how many tokens each layer attends to (no torch)
 rope.py     rotary frequencies, scaled as config.json says
 latent.py   multi-latent attention, with projections of its own
-delta.py    the gated delta net, in place of attention
-delta_kernels.py  its kernels on GPUs
+delta_net.py          the gated delta net, in place of attention
+delta_net_kernels.py  its kernels on GPUs
 """

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config import DELTA_FAMILIES
+from engine.config import DELTA_NET_FAMILIES
 
-FULL, SLIDING, DELTA = "full_attention", "sliding_attention", "linear_attention"  # values of `layer_types`
+FULL, SLIDING, DELTA_NET = "full_attention", "sliding_attention", "linear_attention"  # values of `layer_types`
 WINDOW = 4096  # `sliding_window` where config.json says nothing: MistralConfig, Qwen2Config, Gemma3TextConfig and others
 GPT_OSS_WINDOW = 128  # GptOssConfig's
 OF_ALL_LAYERS = ("mistral", "mixtral", "qwen3_moe")  # families that read no `layer_types`
@@ -28,12 +28,12 @@ def window(fields: Mapping[str, Any]) -> int:
 
 
 def layer_types(fields: Mapping[str, Any]) -> list[str]:
-    """SLIDING, FULL or DELTA for each layer: `layer_types`, or what transformers puts in its place."""
+    """SLIDING, FULL or DELTA_NET for each layer: `layer_types`, or what transformers puts in its place."""
     family, has_window, numbers = fields["model_type"], window(fields) > 0, range(fields["num_hidden_layers"])
-    if family in DELTA_FAMILIES:
+    if family in DELTA_NET_FAMILIES:
         given, interval = fields.get("layer_types"), fields.get("full_attention_interval")
         interval = interval if type(interval) is int and interval > 0 else 4  # features.py refuses others
-        return given if isinstance(given, list) else [DELTA if (number + 1) % interval else FULL for number in numbers]
+        return given if isinstance(given, list) else [DELTA_NET if (number + 1) % interval else FULL for number in numbers]
     if family in OF_ALL_LAYERS or family not in FAMILIES:
         return [SLIDING if has_window else FULL for _ in numbers]
     if (given := fields.get("layer_types")) is not None:
@@ -60,7 +60,8 @@ def layer_windows(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 def layer_reaches(fields: Mapping[str, Any], chunk: int) -> tuple[int, ...]:
     """For each layer the tokens that one is multiplied with; 0: all. `chunk`: those of a gated delta net's chunk."""
-    return tuple(chunk if kind == DELTA else size for kind, size in zip(layer_types(fields), layer_windows(fields), strict=True))
+    of_layers = zip(layer_types(fields), layer_windows(fields), strict=True)
+    return tuple(chunk if kind == DELTA_NET else size for kind, size in of_layers)
 
 
 def config_arguments(hf_config: Any) -> dict[str, Any]:

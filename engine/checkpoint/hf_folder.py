@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from engine.folder import key_of, own_name, read_inside, weight_files, written_fields
+from model_folder.files import weight_files
+from model_folder.layout import key_of, own_name, read_folder_layout, written_fields
 from engine.model.families.table import PREDICTORS
 from engine.runtime.parallel import Layout
 from engine.runtime.tensor_file import save_tensors
@@ -91,9 +92,9 @@ def files(weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Dig
 
 def as_in(model_path: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors with the names that those of the start model's folder have."""
-    inside = read_inside(model_path)
+    layout = read_folder_layout(model_path)
     for name, tensor in weights:
-        yield key_of(name, inside), tensor
+        yield key_of(name, layout), tensor
 
 
 def save_weights(folder: Path, weights: Iterable[tuple[str, torch.Tensor]], share: Share, digest: Digest | None = None) -> None:
@@ -134,10 +135,10 @@ def finish_folder(folder: Path, model_path: Path) -> None:
 
 def _keep_others(folder: Path, model_path: Path) -> None:
     """Copy the tensors of the start model's folder that are not the language model's, a file each."""
-    inside = read_inside(model_path)
+    layout = read_folder_layout(model_path)
     for number, path in enumerate(weight_files(model_path)):
         with safe_open(path, framework="pt") as file:
-            others = [key for key in file.keys() if own_name(key, inside) is None]  # noqa: SIM118 - the file is no dict
+            others = [key for key in file.keys() if own_name(key, layout) is None]  # noqa: SIM118 - the file is no dict
             tensors = {key: file.get_tensor(key) for key in others}
         if tensors:
             save_tensors(tensors, folder / f"{KEPT}{number:05d}.safetensors", {"format": "pt"})

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.attention.delta import MIXED, split_sizes
+from engine.attention.delta_net import MIXED, split_sizes
 from engine.engine import Engine
 from engine.model.build import global_name, is_tied_copy
 from engine.runtime.megatron import parallel_state as mpu
-from engine.wrap.optimizer import inner_optimizers
+from engine.wrap.optimizer import inner_optimizers, local
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FUSED_ROWS = (".in_proj.weight", ".in_proj.lora_b")  # of gated delta nets
@@ -201,8 +201,3 @@ def _pieces(dims: list[Dim], parts: list[int], start: int, end: int) -> Iterator
         for box, position in pieces(of_part, low - first * inner, high - first * inner) if low < high else ():
             yield Piece(box, low - start + position)
         first += share
-
-
-def local(value: Any) -> torch.Tensor:
-    """This rank's part of a DTensor; anything else as it is."""
-    return getattr(value, "_local_tensor", value)  # type: ignore[no-any-return]

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from engine.checkpoint.shards import Shard, local
+from engine.checkpoint.shards import Shard
 from engine.resume import damaged, instead
+from engine.wrap.optimizer import local
 
 MAX_FILE_BYTES = 2**32
 WEIGHT = "weight"  # the main weight, among the names of the optimizer's tensors

@@ -7,5 +7,6 @@ vocabulary.py  a vocabulary that tensor parallelism does not divide
 recompute.py   what the backward pass computes again
 exact.py       the layers under model.exact
 head.py        the output layer: its product, and reading its logits chunk by chunk
-lora.py        low-rank adapters on the frozen linears
+lora_linears.py  linears with a low-rank adapter
+lora.py        adapters of a model: built, kept, shown, trained
 """

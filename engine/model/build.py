@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from engine.attention import context, delta, fused, latent, rope, windows
+from engine.attention import context, delta_net, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
@@ -26,8 +26,9 @@ from engine.model import exact, head, recompute, stages, vocabulary
 from engine.model.families import gemma, mxfp4, table as families
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.plan import Balance
-from engine.config import FAMILIES, LATENT_FAMILIES, AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
-from engine.folder import VISION_LANGUAGE, Place, own_fields, places, read_inside, weight_files
+from engine.config import FAMILIES, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
+from engine.algorithm import AlgorithmConfig
+from model_folder.layout import VISION_LANGUAGE, own_fields, read_places
 from engine.runtime.megatron import get_gpt_decoder_block_spec, get_transformer_layer_offset
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
@@ -47,17 +48,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class _OwnTensors(SafeTensorIO):  # type: ignore[misc]
-    """A folder's tensors by their own names (engine/folder.py), only out of files that its index names."""
+    """A folder's tensors by their own names (model_folder/layout.py), only out of files that its index names."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
-        self._places: dict[str, tuple[Path, Place]] = {}
-        inside = read_inside(path)
-        for file in weight_files(path):
-            with safe_open(file, framework="pt") as held:
-                shapes = {key: held.get_slice(key).get_shape() for key in held.keys()}  # noqa: SIM118 # it has no iterator
-            of_file = places(shapes, inside)
-            self._places |= {name: (file, place) for name, place in of_file.items()}
+        self._places = read_places(path)
 
     def load_hf_weight_names(self) -> list[str]:
         return list(self._places)
@@ -213,7 +208,7 @@ def balance(engine: EngineConfig, bridge: Bridge) -> Balance:
     """The balance of micro-batches; interleaved chunks take groups of as many as there are stages (schedules.py:957)."""
     parallel, by_cost = engine.parallel, engine.balance == "cost"
     length = costs.attention_length(bridge.config, bridge.hf_config.vocab_size) if by_cost else math.inf
-    of_layers = windows.layer_reaches(bridge.hf_config.to_dict(), delta.CHUNK) if by_cost else ()
+    of_layers = windows.layer_reaches(bridge.hf_config.to_dict(), delta_net.CHUNK) if by_cost else ()
     return Balance(parallel.pipeline if parallel.virtual_pipeline > 1 else 1, length, of_layers)
 
 

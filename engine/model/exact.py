@@ -56,7 +56,7 @@ class _Exact:
         return out if bias is None else out + bias
 
     def _whole(self, weight: torch.Tensor) -> torch.Tensor:
-        """With an adapter the merged one (lora.py)."""
+        """With an adapter the merged one (lora_linears.py)."""
         return weight
 
 

@@ -1,200 +1,29 @@
-"""Low-rank adapters beside megatron-core's column- and row-parallel linears; the base weights are frozen.
+"""Low-rank adapters: put beside a model's linears (lora_linears.py), kept, shown and trained; the base weights are frozen.
 
-    column-parallel   y = W_i x + scale B_i (A x)                       A [rank, in] whole, B_i [out / tensor, rank]
-    row-parallel      y = sum_i W_i x_i + scale B (sum_i A_i x_i)       A_i [rank, in / tensor], B [out, rank] whole
-
-`A` and `B` are the linear's own parameters `lora_a` and `lora_b`; the base's names stay as they are. Gradients of the
-whole factor are complete on every tensor-parallel rank; under sequence parallelism each rank has its tokens' part, and
-megatron-core sums what says `sequence_parallel` (finalize_model_grads.py:354). Of a linear that is whole on every
-tensor-parallel rank both factors are. Every expert has an adapter of its own, and those
-of a rank's experts are stacked as their weights are. Leaves out files (peft.py) and the merge (the weight bridge's).
+Leaves out files (engine/peft/), passes that several adapters share (engine/shared.py) and the merge (the weight bridge's).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from engine import rules
-from engine.config import DELTA_TARGETS, LORA_TARGETS, LoraConfig
-from engine.moe.experts import ExpertLinear, grouped_linear
-from engine.attention.latent import ReplicatedLinear
+from engine.config import DELTA_NET_TARGETS, LORA_TARGETS, LoraConfig
+from engine.model.build import global_name, gpt_model
+from engine.model.lora_linears import ADAPTED, Adapted, AdaptedExpertLinear
+from engine.moe.experts import ExpertLinear
 from engine.runtime import workarounds
 from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, parallel_state as mpu, tensor_parallel
-from engine.model import exact
-from engine.model.build import global_name, gpt_model
 
 START = "start"  # the name of the adapters of the start model
 NamedLinears = Iterator[tuple[str, Any]]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows of a pass that several adapters share: those of one, with its factors."""
-
-    num_rows: int  # consecutive ones, under sequence parallelism of each tensor-parallel rank
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-
-
-class _Adapted:
-    """Common base of both kinds of adapted linears."""
-
-    lora_a: torch.nn.Parameter
-    lora_b: torch.nn.Parameter
-    lora_scale: float
-    lora_dropout: float
-    lora_training = False
-    lora_shown = ""  # the name of the adapter in use; empty: the policy's
-    lora_kept: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = MappingProxyType({})  # A and B of others, by name
-
-    lora_blocks: Sequence[Block] = ()  # all rows of a shared pass, see engine/shared.py
-
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A and B of the policy or, under `showing`, of the adapter of that name, where there is any."""
-        return self.lora_kept.get(self.lora_shown) if self.lora_shown else (self.lora_a, self.lora_b)
-
-    def _low(self, inputs: torch.Tensor, a: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
-        """scale A x of inputs [T, ..., in], in a shared pass of each block by itself, with the bits that it has alone."""
-        if not self.lora_blocks:
-            return product(self._dropped(inputs, is_shard=is_shard), a) * self.lora_scale
-        return self._by_block(inputs, lambda rows, block: product(rows, block.a) * block.scale)
-
-    def _high(self, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """B of what `_low` gave, likewise."""
-        return self._by_block(low, lambda rows, block: product(rows, block.b)) if self.lora_blocks else product(low, b)
-
-    def _by_block(self, rows: torch.Tensor, compute: Callable[[torch.Tensor, Block], torch.Tensor]) -> torch.Tensor:
-        sizes = [block.num_rows for block in self.lora_blocks]
-        parts = zip(of_blocks(rows, sizes), self.lora_blocks, strict=True)
-        return by_rank([compute(part, block) for part, block in parts], sizes)
-
-    def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
-        """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
-        if not (self.lora_training and self.lora_dropout):
-            return inputs
-        if not is_shard:
-            return F.dropout(inputs, self.lora_dropout)
-        with tensor_parallel.get_cuda_rng_tracker().fork():
-            return F.dropout(inputs, self.lora_dropout)
-
-
-def product(inputs: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """inputs [..., in] with factor [out, in]: the same bits with a factor that is trained and with one that is kept.
-
-    Of transposed inputs, F.linear makes one product or a batch of them, by whether the factor requires a gradient.
-    """
-    return F.linear(inputs.flatten(0, -2), factor).view(*inputs.shape[:-1], -1)
-
-
-def of_blocks(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Rows [T, ...] that lie by tensor-parallel rank, and of each rank by block, as a tensor a block; also one rank's rows alone.
-
-    `sizes`: of each block the number of its rows on a rank.
-    """
-    pieces = torch.split(rows, [*sizes] * (len(rows) // sum(sizes)))
-    return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]
-
-
-def by_rank(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """The inverse of `of_blocks`."""
-    pieces = [torch.split(block, size) for block, size in zip(blocks, sizes, strict=True)]
-    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
-
-
-class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):  # type: ignore[misc]
-    """y_i = W_i x + scale B_i (A x)."""
-
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = super().forward(input_, *args, **kwargs)
-        if (factors := self._factors()) is None:
-            return output, bias
-        low = self._low(input_, factors[0], is_shard=self.sequence_parallel)
-        if self.sequence_parallel:
-            low = tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:
-            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + self._high(low, factors[1]), bias
-
-
-class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):  # type: ignore[misc]
-    """y = sum_i W_i x_i + scale B (sum_i A_i x_i)."""
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias = super().forward(input_)
-        if (factors := self._factors()) is None:
-            return output, bias
-        low = self._low(input_, factors[0], is_shard=True)
-        if self.sequence_parallel:
-            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
-        else:
-            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
-        return output + self._high(low, factors[1]), bias
-
-
-class AdaptedReplicatedLinear(_Adapted, ReplicatedLinear):
-    """y = W x + scale B (A x)."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output = super().forward(inputs)
-        if (factors := self._factors()) is None:
-            return output
-        low = self._low(inputs, factors[0], is_shard=self.sequence_parallel)
-        return output + self._high(low, factors[1])
-
-
-class AdaptedExpertLinear(_Adapted, ExpertLinear):
-    """y = W_e x + scale B_e (A_e x) of each expert e; A [experts * rank, in], B [experts * out, rank].
-
-    Under tensor parallelism the dispatcher gathers inputs and sums outputs and, in the backward pass, the inputs' gradients. Of
-    these each rank has its part, and of the whole factor's gradient, too.
-    """
-
-    def forward(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        output = super().forward(inputs, ends)
-        if (factors := self._factors()) is None:
-            return output
-        return output + grouped_linear(grouped_linear(inputs, factors[0], ends) * self.lora_scale, factors[1], ends)
-
-
-class _ExactAdapted(_Adapted):
-    """y = (W + scale B A) x, with the weight that the replicas get."""
-
-    def _whole(self, weight: torch.Tensor) -> torch.Tensor:
-        factors = self._factors()
-        return weight if factors is None else exact.merged(weight, *factors, self.lora_scale)
-
-
-class ExactAdaptedColumnParallelLinear(_ExactAdapted, exact.ExactColumnParallelLinear):
-    """A linear of the MLP."""
-
-
-class ExactAdaptedQkvLinear(_ExactAdapted, exact.ExactQkvLinear):
-    """Merged in megatron-core's order, multiplied in vLLM's."""
-
-
-class ExactAdaptedRowParallelLinear(_ExactAdapted, exact.ExactRowParallelLinear):
-    """A linear of attention or MLP."""
-
-
-ADAPTED = {
-    exact.ExactColumnParallelLinear: ExactAdaptedColumnParallelLinear,
-    exact.ExactQkvLinear: ExactAdaptedQkvLinear,
-    exact.ExactRowParallelLinear: ExactAdaptedRowParallelLinear,
-    ColumnParallelLinear: AdaptedColumnParallelLinear,
-    RowParallelLinear: AdaptedRowParallelLinear,
-    ReplicatedLinear: AdaptedReplicatedLinear,
-    ExpertLinear: AdaptedExpertLinear,
-}
 
 
 def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -> None:
@@ -213,7 +42,7 @@ def add_adapters(chunks: list[torch.nn.Module], config: LoraConfig, seed: int) -
         linears = dict(_layer_linears(chunk))
         present = {name.rpartition(".")[2] for name in linears}
         if gpt_model(chunk).config.linear_attention_freq:  # some chunks have layers of one kind alone
-            present |= {*LORA_TARGETS, *DELTA_TARGETS}
+            present |= {*LORA_TARGETS, *DELTA_NET_TARGETS}
         unknown = [target for target in config.targets if target not in present]
         if unknown:
             raise ValueError(f"engine.lora.targets: no linear {unknown[0]!r} in this model; it has {', '.join(sorted(present))}")
@@ -230,7 +59,7 @@ def adapted_linears(chunks: list[torch.nn.Module]) -> NamedLinears:
     """(global name, linear) of every linear with an adapter, in layer order."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
-            if isinstance(module, _Adapted):
+            if isinstance(module, Adapted):
                 yield global_name(chunk, name), module
 
 
@@ -256,40 +85,6 @@ def showing(chunks: list[torch.nn.Module], name: str) -> AbstractContextManager[
 def reference(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
     """The start model."""
     return showing(chunks, START)
-
-
-@contextmanager
-def sharing(chunks: list[torch.nn.Module], rows: Sequence[tuple[int, Mapping[Any, torch.Tensor], float]]) -> Iterator[None]:
-    """Let rows of a pass have adapters of their own: Block.num_rows, factors by the policy's, scale."""
-    linears = [linear for _, linear in adapted_linears(chunks)]
-    for linear in linears:
-        linear.lora_blocks = [Block(num, own[linear.lora_a], own[linear.lora_b], scale) for num, own, scale in rows]
-    hooks = list(_whole_sequences(chunks, [num for num, _, _ in rows]))
-    try:
-        yield
-    finally:
-        for linear in linears:
-            del linear.lora_blocks
-        for hook in hooks:
-            hook.remove()
-
-
-def _whole_sequences(chunks: list[torch.nn.Module], sizes: Sequence[int]) -> Iterator[Any]:
-    """Hooks by which attention gets block after block what lies by tensor-parallel rank, and gives it back by rank."""
-
-    def whole(_linear: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        return torch.cat(of_blocks(outputs[0], sizes)), outputs[1]
-
-    def shards(_linear: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        num_ranks = len(inputs[0]) // sum(sizes)
-        return (by_rank(torch.split(inputs[0], [size * num_ranks for size in sizes]), sizes),)
-
-    for chunk in chunks:
-        for name, linear in chunk.named_modules():
-            if getattr(linear, "sequence_parallel", False) and name.endswith(("self_attention.linear_qkv", ".in_proj")):
-                yield linear.register_forward_hook(whole)
-            if getattr(linear, "sequence_parallel", False) and name.endswith(("self_attention.linear_proj", ".out_proj")):
-                yield linear.register_forward_pre_hook(shards)
 
 
 def training(chunks: list[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -329,9 +124,7 @@ def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
     is_column, is_row = isinstance(linear, ColumnParallelLinear), isinstance(linear, RowParallelLinear)
     rows, columns = linear.weight.shape
     _check_rank(config, name, min(linear.input_size, linear.output_size))
-    first = initial_a(config.rank, linear.input_size, name, seed)
-    if is_row:
-        first = first.chunk(linear.tp_group.size(), dim=1)[linear.tp_group.rank()].contiguous()
+    first = first_a(linear, name, seed, config.rank, config.rank)
     assert first.shape[1] == columns
     linear.__class__ = ADAPTED[type(linear)]  # as torch's fully_shard does: hooks, names and references stay
     linear.lora_a = torch.nn.Parameter(first.to(linear.weight))
@@ -347,18 +140,15 @@ def _adapt(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
 
 def _adapt_experts(linear: Any, name: str, config: LoraConfig, seed: int) -> None:
     weight, count = linear.weight, linear.num_experts
-    size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
-    is_column = weight.partition_dim == 0
+    size, is_column = mpu.get_expert_tensor_parallel_world_size(), weight.partition_dim == 0
     rows, columns = weight.shape[0] // count, weight.shape[1]
-    num_inputs = columns if is_column else columns * size
-    _check_rank(config, name, min(num_inputs, rows * size if is_column else rows))
+    linear.input_size = columns if is_column else columns * size
+    _check_rank(config, name, min(linear.input_size, rows * size if is_column else rows))
     if found := rules.experts_lora_problem(config, name, str(weight.dtype).removeprefix("torch.")):
         raise ValueError(str(found))
-    first_expert = mpu.get_expert_model_parallel_rank() * count
-    experts = range(first_expert, first_expert + count)
-    a = torch.cat([initial_a(config.rank, num_inputs, f"{name}.{expert}", seed) for expert in experts])
+    first = first_a(linear, name, seed, config.rank, config.rank)
     linear.__class__ = AdaptedExpertLinear
-    linear.lora_a = torch.nn.Parameter((a if is_column else a.chunk(size, dim=1)[rank].contiguous()).to(weight))
+    linear.lora_a = torch.nn.Parameter(first.to(weight))
     linear.lora_b = torch.nn.Parameter(weight.new_zeros(count * rows, config.rank))
     for factor in (linear.lora_a, linear.lora_b):
         factor.allreduce = weight.allreduce
@@ -372,6 +162,24 @@ def _adapt_experts(linear: Any, name: str, config: LoraConfig, seed: int) -> Non
 def _check_rank(config: LoraConfig, name: str, smallest: int) -> None:
     if config.rank > smallest:
         raise ValueError(f"engine.lora.rank={config.rank} is larger than a dimension of {name} ({smallest}); lower it")
+
+
+def first_a(linear: Any, name: str, seed: int, rank: int, num_rows: int) -> torch.Tensor:
+    """This rank's part of the A that every layout draws, with zeros in rows above `rank`: float32 on the CPU.
+
+    [num_rows, in], of experts [experts * num_rows, in]; of a row-parallel linear in / tensor. `linear` may be adapted or not.
+    """
+    weight: Any = linear.weight
+    is_row, names = isinstance(linear, RowParallelLinear), [name]
+    size, tensor_rank = (linear.tp_group.size(), linear.tp_group.rank()) if is_row else (1, 0)
+    if isinstance(linear, ExpertLinear):
+        first_expert = mpu.get_expert_model_parallel_rank() * linear.num_experts
+        names = [f"{name}.{first_expert + number}" for number in range(linear.num_experts)]
+        is_row = weight.partition_dim == 1
+        size, tensor_rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    drawn = [F.pad(initial_a(rank, linear.input_size, each, seed), (0, 0, 0, num_rows - rank)) for each in names]
+    whole = torch.cat(drawn)
+    return whole.chunk(size, dim=1)[tensor_rank].contiguous() if is_row else whole
 
 
 def initial_a(rank: int, num_inputs: int, name: str, seed: int) -> torch.Tensor:

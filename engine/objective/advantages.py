@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from engine.config import AlgorithmConfig
+    from engine.algorithm import AlgorithmConfig
 
 Numbers = npt.NDArray[np.float64]
 EPSILON = 1e-6  # added to standard deviations

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from engine.batch.batch import MicroBatch
-from engine.config import TeacherObjective
+from engine.algorithm import TeacherObjective
 from engine.objective.loss import Sums
 from engine.objective.policy import bounded
 from engine.objective.entropy import CHUNK_ELEMENTS

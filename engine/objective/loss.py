@@ -16,7 +16,7 @@ import torch
 
 from engine.attention import fused
 from engine.batch.batch import MicroBatch
-from engine.config import AlgorithmConfig
+from engine.algorithm import AlgorithmConfig
 from engine.objective.policy import LOSSES, LossFunction, LossTokens, bounded, log_ratio_at, policy_ratio
 from engine.runtime.megatron import parallel_state as mpu, tensor_parallel
 

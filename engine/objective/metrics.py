@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engine.batch.batch import MicroBatch, SampleTable
 
 if TYPE_CHECKING:
-    from engine.config import AlgorithmConfig
+    from engine.algorithm import AlgorithmConfig
     from engine.objective.loss import Sums
 
 MAXIMA = ("gap_max", "teacher_kl_max")

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config import AlgorithmConfig, is_own
+from engine.config import is_own
+from engine.algorithm import AlgorithmConfig
 from engine.objective.advantages import ADVANTAGES, AdvantageFunction, AdvantageInput, checked_advantages
 from engine.objective.policy import LOSSES, LossFunction, LossTokens
 

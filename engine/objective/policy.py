@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from engine.config import AlgorithmConfig
+    from engine.algorithm import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0  # exp of it is finite in float32, with room for sums
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from engine.peft import experts
 from engine.config import TARGET_OF, LoraConfig
-from engine.folder import LANGUAGE, read_inside
+from model_folder.layout import LANGUAGE, read_folder_layout
 from engine.moe.experts import ExpertLinear
-from engine.attention import delta
-from engine.attention.delta import MIXED, by_key_heads, merge_ranks
+from engine.attention import delta_net
+from engine.attention.delta_net import MIXED, by_key_heads, merge_ranks
 from engine.attention.latent import ReplicatedLinear
 from engine.model.families import qwen3_next
 from engine.model.lora import adapted_linears
@@ -50,8 +50,9 @@ class PeftFactors(NamedTuple):
 class Heads:
     """The layout of query, key and value in a fused linear: for each group its queries, then a key and a value.
 
-    `delta_sizes`: of a model with gated delta nets the rows of in_proj's parts (delta.split_sizes); a group's queries are then
-    followed by their gates. `num_key_heads`: by which Hugging Face orders these rows (Qwen3-Next); 0: each part is whole there.
+    `delta_sizes`: of a model with gated delta nets the rows of in_proj's parts (delta_net.split_sizes); a group's queries are
+    then followed by their gates. `num_key_heads`: by which Hugging Face orders these rows (Qwen3-Next); 0: each part is
+    whole there.
     """
 
     num_heads: int
@@ -62,7 +63,7 @@ class Heads:
     @classmethod
     def of(cls, mbridge: Any) -> Heads:
         config = mbridge.config
-        sizes = delta.split_sizes(config) if config.linear_attention_freq else ()
+        sizes = delta_net.split_sizes(config) if config.linear_attention_freq else ()
         num_key_heads = config.linear_num_key_heads if mbridge.hf_config.model_type == qwen3_next.NAME else 0
         return cls(config.num_attention_heads, config.num_query_groups, tuple(sizes), num_key_heads)
 
@@ -163,7 +164,7 @@ def finish_folder(folder: Path, lora: LoraConfig, model_path: Path) -> None:
 
     Names are those of the modules of transformers' class for the model's folder.
     """
-    parts, modules = sorted(folder.glob("stage-*.safetensors")), read_inside(model_path).modules
+    parts, modules = sorted(folder.glob("stage-*.safetensors")), read_folder_layout(model_path).modules
     named = ((name, tensor) for part in parts for name, tensor in load_file(part).items())
     tensors = {name.replace(f"{PREFIX}model.", PREFIX + modules, 1): tensor for name, tensor in named}
     metadata = {"format": "pt", "base_fingerprint": fingerprint(model_path)}

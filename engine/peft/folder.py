@@ -13,12 +13,12 @@ import mmap
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
 
 from engine.config import TARGET_OF, LoraConfig
-from engine.folder import LANGUAGE, places, read_inside, read_own_fields, weight_files
+from model_folder.files import Entry, read_header, weight_files
+from model_folder.layout import LANGUAGE, read_own_fields, read_places
 from engine.peft.fields import check_fields
 
 CONFIG_FILE = "adapter_config.json"
@@ -35,16 +35,6 @@ PARAMETER_OF = {  # an expert's weight: the parameter of all experts, and which 
 }
 DTYPES = ("F32", "BF16", "F16", "F64")
 SAMPLE_BYTES = 64 * 2**10
-
-
-class Entry(NamedTuple):
-    """A tensor, by the header of its file."""
-
-    key: str
-    dtype: str  # safetensors' name
-    shape: list[int]
-    begin: int  # in the file's bytes, and so `end`
-    end: int
 
 
 Pairs = dict[str, dict[str, Entry]]  # A and B, by the linear or the parameter of experts
@@ -91,8 +81,8 @@ def target_of(linear: str) -> str | None:
 
 
 def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> dict[str, tuple[str, str]]:
-    """For each key of a folder's tensors its linear, or parameter of experts, by its own name (engine/folder.py), and whether it
-    is A or B.
+    """For each key of a folder's tensors its linear, or parameter of experts, by its own name (model_folder/layout.py), and
+    whether it is A or B.
 
     Raises:
         ValueError: a key is for something else.
@@ -124,21 +114,6 @@ def _parameter_of_experts(folder: Path, fields: dict[str, Any], keys: list[str],
         problem = f"target_parameters in {CONFIG_FILE} does not say which parameter of {experts} its one adapter is for"
         raise ValueError(f"{folder}: {problem}; write the adapter again")
     return f"{experts}.{given.pop()}"
-
-
-def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
-    """A safetensors file's tensors and metadata. safetensors' reader detects damaged files, but returns no offsets."""
-    try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}; download or save it again") from error
-    with path.open("rb") as raw:
-        length = int.from_bytes(raw.read(8), "little")
-        header = json.loads(raw.read(length))
-    header.pop("__metadata__", None)
-    offsets = {key: [8 + length + offset for offset in each["data_offsets"]] for key, each in header.items()}
-    return [Entry(key, each["dtype"], each["shape"], *offsets[key]) for key, each in header.items()], metadata
 
 
 def _ranked_pairs(folder: Path, fields: dict[str, Any], factors: list[Entry]) -> Pairs:
@@ -237,17 +212,14 @@ def base_shapes(model_path: Path) -> dict[str, tuple[int, int, int]]:
 
     Layers beyond the model's, which predict further tokens, are left out.
     """
-    num_layers, inside = read_own_fields(model_path)["num_hidden_layers"], read_inside(model_path)
+    num_layers = read_own_fields(model_path)["num_hidden_layers"]
     found: dict[str, tuple[int, int, int]] = {}
-    for path in weight_files(model_path):
-        with safe_open(path, framework="np") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 # it has no iterator
-        for name, (_, shape, *_) in places(shapes, inside).items():
-            layer = re.match(r"model\.layers\.(\d+)\.", name)
-            if layer and int(layer[1]) < num_layers and len(shape) == 2:
-                linear, expert, half = place_of(name)
-                rows = shape[0] if half is None else 2 * shape[0]
-                found[linear] = max(found.get(linear, (1,))[0], (expert or 0) + 1), rows, shape[1]
+    for name, (_, place) in read_places(model_path).items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer and int(layer[1]) < num_layers and len(place.shape) == 2:
+            linear, expert, half = place_of(name)
+            rows = place.shape[0] if half is None else 2 * place.shape[0]
+            found[linear] = max(found.get(linear, (1,))[0], (expert or 0) + 1), rows, place.shape[1]
     return found
 
 

@@ -76,6 +76,11 @@ def kind_of(field: FieldInfo) -> type:
     return {Literal: str, tuple: list}.get(origin) or (origin if origin in (bool, int, float, str) else dict)
 
 
+def takes_names(field: FieldInfo) -> bool:
+    """Whether its value may be a mapping of names that the user chooses."""
+    return any(get_origin(part) is dict for part in _parts(field.annotation))
+
+
 def item_of(field: FieldInfo) -> type:
     """The type of a list's items: int, float or str."""
     kinds: list[Any] = [field.annotation]

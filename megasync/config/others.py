@@ -10,7 +10,7 @@ conversion of values (megasync/tools/import_config).
 
 from __future__ import annotations
 
-from engine.config import PRESETS
+from engine.algorithm import PRESETS
 
 SAME = {  # key: its names in verl, TRL and slime, and common abbreviations
     "algorithm.baseline": "rloo_baseline",
@@ -145,7 +145,7 @@ INSTEAD = {  # names without a key here: advice
     ),
     "loss_scale_factor": "algorithm.loss_aggregation=constant_length divides by rollout.max_new_tokens",
     "record_file replay_file": "algorithm.router_replay=rollout replays vLLM's expert choices, without files",
-    "quantization quantization_config_file": "rollouts use the trainer's weights in its dtype",
+    "quantization quantization_config_file": "rollout.dtype=fp8 quantises the replicas' weights; the trainer's have model.dtype",
     "custom_chat_template": "the chat template is read from the model folder: put it there as chat_template.jinja",
     "val_batch_size": "the whole evaluation set is generated at once",
     "prometheus. trace. transfer_queue. pf_ppo. mtp. fused_kernel_options. tiled_mlp. weight_decay_incr_style lora.type "

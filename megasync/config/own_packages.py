@@ -1,4 +1,4 @@
-"""Imports megasync's four packages in every process, even if the working folder has files of the same names. No torch in here.
+"""Imports megasync's packages in every process, even if the working folder has files of the same names. No torch in here.
 
 Python and Ray's workers search the working folder first, so that a user's `engine.py` or `bridge.py` would hide the package.
 Such a file is not imported, and a config that names it is refused. Leaves out `megasync.py`, which `python -m megasync` itself
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-PACKAGES = ("bridge", "engine", "exact", "megasync")
+PACKAGES = ("bridge", "engine", "exact", "megasync", "model_folder")
 ROOT = Path(__file__).resolve().parents[2]
 # modules that every process of a run imports, and that files of the working folder must not hide
 NOT_IMPORTED = {"antigravity", "idlelib", "lib2to3", "test", "this", "turtle", "turtledemo"}  # unused standard library
@@ -24,7 +24,7 @@ RAY_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # ray 2.60.0 _private/ray_
 
 
 class _OursFirst:
-    """A finder that resolves only the four names."""
+    """A finder that resolves only PACKAGES."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -14,17 +14,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from pydantic_core import PydanticCustomError
 
 from bridge.config import ByteSize, OnUpdate, SyncConfig
-from engine.config import (
-    OFFLOAD_KINDS,
-    AlgorithmConfig,
-    EngineConfig,
-    FilePath,
-    ModelConfig,
-    OffloadKind,
-    OneOrMore,
-    Section,
-    named_or_own,
-)
+from engine.algorithm import AlgorithmConfig
+from engine.config import OFFLOAD_KINDS, EngineConfig, FilePath, ModelConfig, OffloadKind, OneOrMore, Section, named_or_own
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE, DataConfig, MinP, Share
 from megasync.config.judge_section import JudgeConfig, JudgeConfigs
 from megasync.config.service_section import ServiceConfig
@@ -126,6 +117,11 @@ class RolloutConfig(Section):
     """Number of vLLM engines that generate in parallel."""
     tensor_parallel: PositiveInt = 1
     """Tensor-parallel vLLM workers per replica."""
+    dtype: Literal["model", "fp8"] = "model"
+    """Of the replicas' weights. model: model.dtype. fp8: linears of layers and experts are quantised on their way to the replicas
+    to float8_e4m3fn, with a scale for each output channel, and their inputs for each token; GPUs need compute capability 8.9,
+    experts need GPUs. Embeddings, norms, routers and the head stay in model.dtype. A sync has half the bytes, and log-probs a
+    larger gap, which algorithm.importance_correction weighs. Checkpoints and the commands that serve them have model.dtype."""
     max_staleness: NonNegativeInt = 0
     """How many weight versions the oldest token of a sample may be behind the weights that train on it. 0: synchronous; above 0:
     generation continues while the trainer works."""

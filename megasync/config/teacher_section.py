@@ -1,6 +1,6 @@
 """Keys of the YAML section `teacher`: which model is distilled, and where it runs. No torch in here.
 
-The objective's own keys are the engine's (engine.config.TeacherObjective). Leaves out what goes with what (checks/teacher.py).
+The objective's own keys are the engine's (engine.algorithm.TeacherObjective). Leaves out what goes with what (checks/teacher.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from engine.config import FilePath, TeacherObjective
+from engine.algorithm import TeacherObjective
+from engine.config import FilePath
 from megasync.config.replica_keys import ReplicaKeys
 
 START = "start"

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from engine.attention.windows import DELTA, FULL, OF_ALL_LAYERS, SLIDING, SWITCHED, layer_types, window
+from engine.attention.windows import DELTA_NET, FULL, OF_ALL_LAYERS, SLIDING, SWITCHED, layer_types, window
 from engine.attention.windows import FAMILIES as WINDOWED
 from engine.config import (
     BIASED_ROUTERS,
     BY_LAYER_TYPE,
-    DELTA_FAMILIES,
+    DELTA_NET_FAMILIES,
     FAMILIES,
     GEMMA,
     GPT_OSS,
@@ -41,7 +41,7 @@ ROPE_NUMBERS = {  # numbers without a default, by the type of rope scaling
     "yarn": ("factor",),
 }
 YARN_OF_GPT_OSS = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")  # vLLM has no defaults
-PARTIAL_ROTARY = ("glm4_moe", *DELTA_FAMILIES)  # families with it, also where config.json says nothing of the factor
+PARTIAL_ROTARY = ("glm4_moe", *DELTA_NET_FAMILIES)  # families with it, also where config.json says nothing of the factor
 SHARED_EXPERT = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")  # families with a shared expert of a size of its own
 WHOLE_HEADS = ("llama", GEMMA)  # hidden_size must be a multiple of the heads, also beside a head_dim
 SCORED_EXPERTS = 2  # of each group: transformers 5.19, Glm4MoeTopkRouter; megatron-core 0.16.1, moe_utils.py:group_limited_topk
@@ -51,10 +51,10 @@ LITE = "glm4_moe_lite"
 DEEPSEEK = ("deepseek_v3", "kimi_k2")  # vLLM reads of their folders how routers score
 QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
 VLLM_ALONE: dict[str, tuple[str, ...]] = {  # fields that vLLM 0.32 reads of these families, and transformers does not
-    "layer_scale": DELTA_FAMILIES,
+    "layer_scale": DELTA_NET_FAMILIES,
     "llama_4_scaling": LATENT_FAMILIES,
     "qk_norm": ("qwen2",),
-    "qkv_bias": DELTA_FAMILIES,
+    "qkv_bias": DELTA_NET_FAMILIES,
 }
 OLMO3_THETA = 500000  # transformers 5.19, Olmo3Config.default_theta
 OTHER_MODEL = "take a model without it"
@@ -149,7 +149,7 @@ def has_other_class(model: Model) -> bool:
 
 
 def is_list_of_types(model: Model) -> bool:
-    given, kinds = model.get("layer_types"), (FULL, DELTA if model.family in DELTA_FAMILIES else SLIDING)
+    given, kinds = model.get("layer_types"), (FULL, DELTA_NET if model.family in DELTA_NET_FAMILIES else SLIDING)
     is_long = isinstance(given, list) and len(given) == model.shape.num_hidden_layers
     return is_long and all(each in kinds for each in given)
 
@@ -222,6 +222,8 @@ RULES = (
     Rule("hidden_act", lambda m: m.get("hidden_act", "silu") != "silu", "the engine has silu only"),
     Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in WITH_BIAS, "the engine has none"),
     Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
+    Rule("pad_token_id", lambda m: not -m.shape.vocab_size <= (m.get("pad_token_id") or 0) < m.shape.vocab_size,
+         "transformers needs one below vocab_size", remedy="write null, or the number of a token, into config.json"),
     Rule("is_causal", lambda m: not m.get("is_causal", True), "the engine's attention is causal"),
     *(Rule(name, lambda m, name=name: m.get(name), "only vLLM reads it", families)  # type: ignore[misc]
       for name, families in VLLM_ALONE.items()),
@@ -246,14 +248,14 @@ RULES = (
     Rule("sliding_window_pattern", lambda m: not is_whole(m, "sliding_window_pattern", 1),
          "a whole number of at least 1 is expected"),
     Rule("layer_types", lambda m: m.get("layer_types") is not None and not is_list_of_types(m),
-         f"{FULL} or {SLIDING} for each layer is expected, of Qwen 3.5 {FULL} or {DELTA}"),
+         f"{FULL} or {SLIDING} for each layer is expected, of Qwen 3.5 {FULL} or {DELTA_NET}"),
     Rule("sliding_window", lambda m: m.family not in WINDOWED and m.get("sliding_window"), "only vLLM reads it for this family"),
     Rule("use_sliding_window", lambda m: m.get("use_sliding_window") and not m.window, "there is no sliding_window", SWITCHED),
     Rule("layer_types", lambda m: SLIDING in m.layer_types and not m.window, "there is no sliding_window"),
     Rule("layer_types", lambda m: "layer_types" in m.fields, "transformers takes such a mistral for ministral", ("mistral",)),
     Rule("layer_types", lambda m: m.get("layer_types") not in (None, m.layer_types)
          and (m.family not in WINDOWED or m.family in OF_ALL_LAYERS), "only vLLM reads it for this family"),
-    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (*BY_LAYER_TYPE, GPT_OSS, *DELTA_FAMILIES),
+    Rule("layer_types", lambda m: len(set(m.layer_types)) > 1 and m.family not in (*BY_LAYER_TYPE, GPT_OSS, *DELTA_NET_FAMILIES),
          "with max_window_layers, windows are in some of the layers: vLLM leaves them out"),
     Rule("sliding_window", lambda m: SLIDING not in m.layer_types and m.window,
          "by layer_types and max_window_layers no layer has a window, vLLM up to 0.26 gives it to all"),
@@ -293,12 +295,12 @@ RULES = (
     Rule("swiglu_limit", lambda m: m.get("swiglu_limit", 7.0) != 7.0, "vLLM has 7.0", (GPT_OSS,)),
     # gated delta nets
     Rule("attn_output_gate", lambda m: not m.get("attn_output_gate", True), "the engine has attention with a gate only",
-         DELTA_FAMILIES),
-    Rule("layer_types", lambda m: FULL not in m.layer_types, "the engine needs a layer with attention", DELTA_FAMILIES),
+         DELTA_NET_FAMILIES),
+    Rule("layer_types", lambda m: FULL not in m.layer_types, "the engine needs a layer with attention", DELTA_NET_FAMILIES),
     Rule("full_attention_interval", lambda m: not is_whole(m, "full_attention_interval", 1),
-         "a whole number of at least 1 is expected", DELTA_FAMILIES),
+         "a whole number of at least 1 is expected", DELTA_NET_FAMILIES),
     Rule("linear_num_value_heads", lambda m: m.shape.linear_num_value_heads % m.shape.linear_num_key_heads,
-         "no multiple of linear_num_key_heads", DELTA_FAMILIES),
+         "no multiple of linear_num_key_heads", DELTA_NET_FAMILIES),
     # multi-latent attention; vLLM and transformers read most of these fields differently
     Rule("num_key_value_heads", lambda m: m.get("num_key_value_heads") not in (None, m.shape.num_attention_heads),
          "num_attention_heads is expected", LATENT_FAMILIES),
@@ -331,7 +333,7 @@ def _rope(model: Model, rope: dict[str, Any], number: int) -> Iterator[Unsupport
     kind, partial, is_latent = _rope_type(rope), rope["partial_rotary_factor"], model.family in LATENT_FAMILIES
     kinds: tuple[str, ...] = ("default", "yarn") if is_latent else ROPE_TYPES
     kinds = ROPE_BY_LAYER_TYPE if model.family == GEMMA or number else kinds
-    kinds = ("default",) if model.family in DELTA_FAMILIES else ("yarn",) if model.family == GPT_OSS else kinds
+    kinds = ("default",) if model.family in DELTA_NET_FAMILIES else ("yarn",) if model.family == GPT_OSS else kinds
     if kind not in kinds:
         yield Unsupported("rope_type", kind, f"engine and vLLM have {', '.join(kinds)} for {model.family}", OTHER_MODEL)
     yield from _rope_numbers(kind, rope, YARN_OF_GPT_OSS if model.family == GPT_OSS else ROPE_NUMBERS.get(kind, ()))

@@ -11,17 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from bridge.layout.manifest import ITEM_BYTES
-from engine.attention.windows import DELTA, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, FAMILIES, GEMMA, GPT_OSS, LATENT_FAMILIES, MOE_FAMILIES
-from engine.folder import FLAT, INSIDE, TEXT_TYPES, VISION_LANGUAGE, own_fields
+from engine.attention.windows import DELTA_NET, layer_types
+from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, FAMILIES, GEMMA, GPT_OSS, LATENT_FAMILIES, MOE_FAMILIES
 from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.models.declared import declared_fields
 from megasync.models.features import unsupported
 from megasync.models.model_shape import ModelShape
 from megasync.models.tensors import DOWNLOAD, INDEX, check_tensors, read_index
+from model_folder.files import read_header
+from model_folder.layout import FLAT, FOLDER_LAYOUTS, TEXT_TYPES, VISION_LANGUAGE, own_fields
 
 CHOICES = (*FAMILIES, *VISION_LANGUAGE)  # of `model_type`
 LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
@@ -110,7 +109,7 @@ def is_vision_language(folder: str | Path) -> bool:
 
 
 def model_fields(folder: str | Path) -> dict[str, Any]:
-    """The language model's fields of config.json (engine/folder.py). ConfigError where it is missing, or one for them is."""
+    """The language model's fields of config.json (model_folder/layout.py). ConfigError where it, or one for them, is missing."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         message = f"model.path = {path.parent}: the folder holds no config.json"
@@ -129,7 +128,7 @@ def model_fields(folder: str | Path) -> dict[str, Any]:
 def _check_nested(path: Path, fields: dict[str, Any]) -> None:
     """ConfigError where a vision-language model's config.json lacks a part, or the parts do not fit."""
     model_type, tied = fields["model_type"], "tie_word_embeddings"
-    family = TEXT_TYPES.get(model_type, INSIDE[model_type][0].family)
+    family = TEXT_TYPES.get(model_type, FOLDER_LAYOUTS[model_type][0].family)
     is_flat = model_type == FLAT and "text_config" not in fields
     for name in ("vision_config",) if is_flat else ("text_config", "vision_config"):
         if not isinstance(fields.get(name), dict):
@@ -189,8 +188,8 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
     if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
         message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
         raise ConfigError(message, remedy=DOWNLOAD)
-    if family in DELTA_FAMILIES:
-        sizes["num_delta_layers"] = layer_types(fields | sizes).count(DELTA)
+    if family in DELTA_NET_FAMILIES:
+        sizes["num_delta_net_layers"] = layer_types(fields | sizes).count(DELTA_NET)
     return ModelShape(model_type=family, **sizes)
 
 
@@ -207,10 +206,10 @@ def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     given = {name: fields.get(other) for name, other in others.items()}
     given |= {name: value for name, value in defaults.items() if value is not None} | fields
     given["first_k_dense_replace"] = given.get("first_k_dense_replace") or None if family in BIASED_ROUTERS else None
-    unused = {"model_type", "num_delta_layers", *(name for name in OPTIONAL_SIZES if given.get(name) is None)}
+    unused = {"model_type", "num_delta_net_layers", *(name for name in OPTIONAL_SIZES if given.get(name) is None)}
     unused |= set() if family in MOE_FAMILIES else set(EXPERT_SIZES)
     unused |= set() if is_latent else {"q_lora_rank", *LATENT_SIZES}
-    unused |= set() if family in DELTA_FAMILIES else set(DELTA_SIZES)
+    unused |= set() if family in DELTA_NET_FAMILIES else set(DELTA_SIZES)
     return {name: given.get(name) for name in ModelShape.__dataclass_fields__ if name not in unused}
 
 
@@ -235,18 +234,18 @@ def _check_types(path: Path, family: str, fields: dict[str, Any]) -> None:
             raise ConfigError(f"{path}: {name} = {value!r}: {expected} is expected", remedy=f"correct it, or {DOWNLOAD}")
 
 
-def check_weights(folder: Path) -> None:
-    """Every safetensors file is whole, and holds what the index says of it, if there is one."""
+def check_weights(folder: Path, remedy: str = DOWNLOAD) -> None:
+    """Every safetensors file is whole, and holds what the index says of it, if there is one. `remedy`: for a broken file."""
     check_links(folder)
     index, files = read_index(folder), sorted(folder.glob("*.safetensors"))
     missing = sorted(set(index.values()) - {file.name for file in files})
     if missing:
         message = f"{folder / INDEX}: names {len(missing)} files that are not in the folder"
-        raise ConfigError(message, missing=some(missing, 12), remedy=DOWNLOAD)
+        raise ConfigError(message, missing=some(missing, 12), remedy=remedy)
     if not files:
         message = f"model.path = {folder}: the folder holds no *.safetensors file"
         raise ConfigError(message, holds=_holds(folder), remedy="convert the weights to safetensors")
-    held = {file.name: _tensor_names(file) for file in files}
+    held = {file.name: _tensor_names(file, remedy) for file in files}
     _check_places(folder, index, held)
 
 
@@ -284,19 +283,18 @@ def _check_places(folder: Path, index: dict[str, str], held: dict[str, set[str]]
         places |= dict.fromkeys(held[file], file)
 
 
-def _tensor_names(path: Path) -> set[str]:
+def _tensor_names(path: Path, remedy: str) -> set[str]:
     """By header and size: safetensors' own reader maps a file that is whole, and no other."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         if file.read(8) == b"version ":
-            remedy = "run `git lfs pull` in the model's repository"
-            raise ConfigError(f"{path}: a Git LFS pointer, not the weights", remedy=remedy)
+            pull = "run `git lfs pull` in the model's repository"
+            raise ConfigError(f"{path}: a Git LFS pointer, not the weights", remedy=pull)
     try:
-        with safe_open(path, framework="np") as tensors:
-            return set(tensors.keys())
-    except SafetensorError as error:
-        message = f"{path}: cut off, or not a safetensors file: {error}"
-        raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=DOWNLOAD) from error
+        return {each.key for each in read_header(path)[0]}
+    except ValueError as error:
+        message = f"{path}: cut off, or not a safetensors file: {error.__cause__}"
+        raise ConfigError(message, actual=f"{num_bytes} bytes", remedy=remedy) from error
 
 
 def _holds(folder: Path) -> str:

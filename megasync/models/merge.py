@@ -11,10 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bridge.layout.manifest import ALWAYS_FLOAT32, weight_files
-from engine.folder import key_of, places, read_inside
+from bridge.layout.manifest import ALWAYS_FLOAT32
 from engine.peft.folder import WEIGHTS_FILE, adapted_linears, check_factors, fingerprint, place_of, read_fields, scale_of
 from megasync.config.errors import ConfigError, refuse_if
+from model_folder.files import read_header, weight_files
+from model_folder.layout import key_of, places, read_folder_layout
 
 Factors = tuple[Any, Any]  # A [rank, columns] and B [rows, rank]; of experts [experts * rank, columns] and [rows, rank * experts]
 
@@ -38,12 +39,12 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
         check_factors(adapter, base)
     except ValueError as error:
         raise ConfigError(str(error), remedy="take another checkpoint with --step, or its base model") from error
-    fields, factors, inside = read_fields(adapter), factors_of(adapter), read_inside(base)
+    fields, factors, layout = read_fields(adapter), factors_of(adapter), read_folder_layout(base)
     rank, used, scale = fields["r"], set[str](), scale_of(fields)
     files, waiting = weight_files(base), dict[str, Any]()
     for number, file in enumerate(files, start=1):
         held, tensors = mxfp4.unpacked(load_file(file), waiting), {}
-        for name, place in places({key: tensor.shape for key, tensor in held.items()}, inside).items():
+        for name, place in places({key: tensor.shape for key, tensor in held.items()}, layout).items():
             tensor = place.of(held[place.key])
             own_dtype = torch.float32 if name.endswith(ALWAYS_FLOAT32) else getattr(torch, dtype)
             weight = tensor.to(own_dtype) if tensor.is_floating_point() else tensor
@@ -52,7 +53,7 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
                 a, b = factors[linear] if expert is None else _of_expert(*factors[linear], rank, expert, half)
                 weight = merge_into(torch.empty_like(weight), weight, a, b, scale)
                 used.add(linear)
-            tensors[key_of(name, inside)] = weight
+            tensors[key_of(name, layout)] = weight
         if tensors:
             save_tensors(tensors, target / f"model-{number:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
     missing = sorted(factors.keys() - used)
@@ -62,10 +63,7 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
 
 
 def _check_base(adapter: Path, base: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(adapter / WEIGHTS_FILE, framework="np") as file:
-        then = (file.metadata() or {}).get("base_fingerprint")
+    then = read_header(adapter / WEIGHTS_FILE)[1].get("base_fingerprint")
     message = f"{adapter}: was trained on other weights than those in {base}"
     refuse_if(then is not None and then != fingerprint(base), message, remedy="put its base model there")
 

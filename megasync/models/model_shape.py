@@ -29,7 +29,7 @@ class ModelShape:
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
-    num_delta_layers: int = 0  # of all layers those with a gated delta net; 0, and so the rest: there are none
+    num_delta_net_layers: int = 0  # of all layers those with a gated delta net; 0, and so the rest: there are none
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -39,7 +39,7 @@ class ModelShape:
     @property
     def num_cached_layers(self) -> int:
         """Whose keys and values vLLM keeps of each token. A gated delta net has a state of one size, which is not counted."""
-        return self.num_hidden_layers - self.num_delta_layers
+        return self.num_hidden_layers - self.num_delta_net_layers
 
     @property
     def split_sizes(self) -> tuple[str, ...]:

@@ -8,24 +8,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bridge.layout.manifest import TensorSpec, read_folder_manifest
-from engine.attention.windows import DELTA, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS, OLMO3
-from engine.folder import VISION_LANGUAGE, Inside, fused_part, key_of, places, read_inside, read_model_type
+from engine.attention.windows import DELTA_NET, layer_types
+from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, GEMMA, GPT_OSS, OLMO3
 from megasync.config.errors import ConfigError, some
 from megasync.models.model_shape import ModelShape
+from model_folder.files import Entry, read_header, weight_files
+from model_folder.layout import VISION_LANGUAGE, FolderLayout, fused_part, key_of, places, read_folder_layout, read_model_type
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that are no other numbers than they seem
 EMBEDDINGS, TIED_HEAD, FREQUENCIES = "model.embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq"
-WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe", "seed_oss", GPT_OSS), ("qwen3", "qwen3_moe", GEMMA, *DELTA_FAMILIES)
+WITH_BIASES, WITH_QK_NORMS = ("qwen2", "qwen2_moe", "seed_oss", GPT_OSS), ("qwen3", "qwen3_moe", GEMMA, *DELTA_NET_FAMILIES)
 PACKED = ("_blocks", "_scales")  # of MXFP4: 4-bit numbers, one scale for each BLOCK of them
 BLOCK = 32
 INDEX = "model.safetensors.index.json"
+READ_BYTES = 2**20
 DOWNLOAD = "download the model again: hf download NAME --local-dir FOLDER"
 OTHER_CONFIG = "take config.json and weights of one model: hf download NAME --local-dir FOLDER"
 
@@ -37,11 +40,13 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     predict further tokens.
     """
     keys, index = _held(folder), read_index(folder)
-    inside = read_inside(folder)
-    _check_fused(folder, keys, shape, inside)
-    own = places({key: spec.shape for key, spec in keys.items()}, inside)
+    layout = read_folder_layout(folder)
+    _check_fused(folder, keys, shape, layout)
+    own = places({key: spec.shape for key, spec in keys.items()}, layout)
     shapes = {name: place.shape for name, place in own.items()}
-    check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, inside))
+    check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, layout))
+    if _is_tied(shape, fields) and TIED_HEAD in own:
+        _check_head(folder, own[EMBEDDINGS].key, own[TIED_HEAD].key)
     expected = [name for name in expected_tensors(shape, fields) if name in own]
     needed = [own[name].key for name in expected if not (name == TIED_HEAD and _is_tied(shape, fields))]
     if index and (unnamed := [key for key in needed if key not in index]):
@@ -52,9 +57,31 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
         message = f"{folder}: {len(wrong)} tensors are not of a dtype that can be trained"
         remedy = "take a folder whose weights are not quantised, or convert them, with their scales, to bfloat16"
         raise ConfigError(message, tensors=some(wrong, 3), choices=", ".join(DTYPES), remedy=remedy)
-    if read_model_type(folder) in VISION_LANGUAGE and not any(key.startswith(inside.others[0]) for key in keys):
-        message = f"{folder}: the weights hold no tensor {inside.others[0]}*, and config.json has a vision_config"
+    if read_model_type(folder) in VISION_LANGUAGE and not any(key.startswith(layout.others[0]) for key in keys):
+        message = f"{folder}: the weights hold no tensor {layout.others[0]}*, and config.json has a vision_config"
         raise ConfigError(message, remedy=OTHER_CONFIG)
+
+
+def _check_head(folder: Path, embeddings: str, head: str) -> None:
+    """ConfigError where a head beside tied embeddings has other values: transformers 5 would take it (modeling_utils.py)."""
+    found = {each.key: (path, each) for path in weight_files(folder) for each in read_header(path)[0]}
+    places = [found[key] for key in (embeddings, head)]
+    if places[0][1].dtype == places[1][1].dtype and not _are_equal(places):
+        message = f"{folder / 'config.json'}: tie_word_embeddings = true: {head} is another than {embeddings}"
+        remedy = "write false if the model was trained with a head of its own, or take the head out of the weights"
+        raise ConfigError(message, engine="it and vLLM take the embeddings, transformers takes the head", remedy=remedy)
+
+
+def _are_equal(places: Sequence[tuple[Path, Entry]]) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes."""
+    with ExitStack() as opened:
+        files = [opened.enter_context(path.open("rb")) for path, _ in places]
+        for file, (_, entry) in zip(files, places, strict=True):
+            file.seek(entry.begin)
+        left = places[0][1].end - places[0][1].begin
+        while left > 0 and len({file.read(min(left, READ_BYTES)) for file in files}) == 1:
+            left -= READ_BYTES
+    return left <= 0
 
 
 def _is_trained(name: str, dtype: str) -> bool:
@@ -62,12 +89,12 @@ def _is_trained(name: str, dtype: str) -> bool:
     return dtype in (("uint8",) if name.endswith(PACKED) else DTYPES)
 
 
-def _check_fused(folder: Path, keys: Mapping[str, TensorSpec], shape: ModelShape, inside: Inside) -> None:
+def _check_fused(folder: Path, keys: Mapping[str, TensorSpec], shape: ModelShape, layout: FolderLayout) -> None:
     """Of tensors of all experts of a layer."""
     experts, size, hidden = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size
     sizes = {"gate_up_proj": (experts, 2 * size, hidden), "down_proj": (experts, hidden, size)}
     for key, spec in keys.items():
-        fused = fused_part(key, inside)
+        fused = fused_part(key, layout)
         if fused and experts and spec.shape != sizes[fused[2]]:
             message = f"{folder}: {key} has the shape {list(spec.shape)}, and by config.json {list(sizes[fused[2]])}"
             raise ConfigError(message, remedy=OTHER_CONFIG)
@@ -82,7 +109,7 @@ def check_held(
     *,
     key_of: Callable[[str], str] = str,
 ) -> None:
-    """The same of tensors by their own names (engine/folder.py) and shapes, which come from `place`; `key_of`: names there."""
+    """The same of tensors by their own names (model_folder/layout.py) and shapes, from `place`; `key_of`: names there."""
     expected = expected_tensors(shape, fields)
     is_tied = _is_tied(shape, fields)
     if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
@@ -126,7 +153,7 @@ def num_parameters(folder: Path) -> int:
 def own_shapes(folder: Path) -> Shapes:
     """Of the language model's tensors, by their own names. ValueError as `read_folder_manifest`."""
     shapes = {spec.name: spec.shape for spec in read_folder_manifest(folder).tensors}
-    return {name: place.shape for name, place in places(shapes, read_inside(folder)).items()}
+    return {name: place.shape for name, place in places(shapes, read_folder_layout(folder)).items()}
 
 
 def _held(folder: Path) -> dict[str, TensorSpec]:
@@ -151,7 +178,7 @@ def expected_tensors(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     norms = ["post_attention_layernorm", "post_feedforward_layernorm"] if shape.model_type == OLMO3 else norms
     attention = _latent_attention(shape) if shape.kv_lora_rank else _attention(shape, fields)
     dense, experts = _feed_forward("mlp.", shape.intermediate_size, hidden), _experts(shape, fields)
-    has_delta_net = [kind == DELTA for kind in layer_types(fields)] if shape.num_delta_layers else [False] * len(layers)
+    has_delta_net = [kind == DELTA_NET for kind in layer_types(fields)] if shape.num_delta_net_layers else [False] * len(layers)
     for layer in layers:
         has_experts = shape.num_experts and layer >= shape.first_k_dense_replace
         of_layer: Shapes = {f"{name}.weight": (hidden,) for name in norms}
@@ -166,7 +193,7 @@ def _attention(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
     size = shape.head_dim or hidden // shape.num_attention_heads
     width = shape.num_attention_heads * size
     of_groups = shape.num_key_value_heads * size
-    rows = {"q": 2 * width if shape.num_delta_layers else width, "k": of_groups, "v": of_groups}
+    rows = {"q": 2 * width if shape.num_delta_net_layers else width, "k": of_groups, "v": of_groups}
     found: Shapes = {f"self_attn.{name}_proj.weight": (number, hidden) for name, number in rows.items()}
     found["self_attn.o_proj.weight"] = (hidden, width)
     if family in WITH_BIASES or (family == "glm4_moe" and fields.get("attention_bias")):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from bridge.export.exporter import Exporter, Position
 from bridge.export.source import whole_tensors
 from engine.runtime import parallel
-from engine.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.config import EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from engine.algorithm import AlgorithmConfig
 from engine.engine import Engine
 from engine.runtime.megatron import parallel_state as mpu
 from engine.sample import RolloutSampling, Sample

@@ -10,7 +10,7 @@ import torch
 
 from bridge.export.source import whole_tensors
 from engine import checkpoint
-from engine.config import TeacherObjective
+from engine.algorithm import TeacherObjective
 from engine.engine import Engine
 from engine.sample import Sample
 from engine.teacher import TeacherChoice

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig
+from engine.algorithm import AlgorithmConfig
 from engine.engine import Engine
 from tests.support.halves import HALVES, squares
 from tests.support.ranks import run_ranks

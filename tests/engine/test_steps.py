@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from engine.config import AlgorithmConfig, OptimizerConfig
+from engine.config import OptimizerConfig
+from engine.algorithm import AlgorithmConfig
 from engine.objective.loss import aggregation_weights, grpo_loss
 from engine.wrap.optimizer import build_schedule
 from tests.support.halves import HALVES, squares

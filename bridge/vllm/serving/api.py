@@ -24,7 +24,7 @@ from bridge.vllm.exact import register as exact
 from bridge.vllm.serving import multicast, patches, routing, text_alone
 from bridge.vllm.serving.requests import MAX_LOG_PROBS
 from bridge.vllm.weights import adapter as vllm_adapter
-from bridge.vllm.weights import delta, gpt_oss, latent
+from bridge.vllm.weights import delta_net, fp8, gpt_oss, latent
 
 BACKEND = "megasync"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -45,6 +45,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.receive.receiver", "BucketReceiver")
     text_alone.register()
     gpt_oss.register()
+    if os.environ.get(fp8.VARIABLE) == "1":
+        fp8.register()
     exact.keep_nccl()
     if exact.is_exact():
         exact.register()
@@ -112,14 +114,8 @@ def import_engine() -> tuple[Any, Any]:
 
 def build_engine(config: ReplicaConfig) -> Any:
     """Start an AsyncLLM whose core keeps tokens until their request ends; it can serve then. Raises what vLLM raises."""
-    import torch
-
     engine_args, async_llm = import_engine()
-    if config.is_exact:
-        os.environ[exact.VARIABLE] = "1"
-        os.environ |= exact.GPU_ENVIRONMENT if torch.cuda.is_available() else {}
-    if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
-        os.environ |= {"VLLM_BATCH_INVARIANT": "1", exact.STEADY: "1"}
+    choose_layers(config)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_bytes` (platforms/cpu.py:324)
     patches.inspect_models_in_forks()
     arguments = engine_args(**engine_arguments(config))
@@ -131,6 +127,19 @@ def build_engine(config: ReplicaConfig) -> Any:
         stops.detokenizer(config.model_path)  # or the first request with a stop text would hold up the others
     made.scheduler_config.scheduler_cls = SCHEDULERS[bool(made.scheduler_config.async_scheduling)]
     return async_llm.from_vllm_config(made, disable_log_stats=arguments.disable_log_stats)
+
+
+def choose_layers(config: ReplicaConfig) -> None:
+    """Environment variables by which `register` has other layers computed; before vLLM loads its plug-ins, for EngineArgs."""
+    import torch
+
+    if config.is_fp8:
+        os.environ[fp8.VARIABLE] = "1"
+    if config.is_exact:
+        os.environ[exact.VARIABLE] = "1"
+        os.environ |= exact.GPU_ENVIRONMENT if torch.cuda.is_available() else {}
+    if config.is_deterministic and torch.cuda.is_available():  # on CPUs equal batches give equal bits
+        os.environ |= {"VLLM_BATCH_INVARIANT": "1", exact.STEADY: "1"}
 
 
 def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
@@ -163,7 +172,7 @@ def engine_arguments(config: ReplicaConfig) -> dict[str, Any]:
     }
     arguments |= _optional_arguments(config, arguments["enforce_eager"])
     arguments |= config.engine_arguments | latent.engine_arguments(config.model_path, config.engine_arguments)
-    arguments |= delta.engine_arguments(config.model_path, config.engine_arguments)
+    arguments |= delta_net.engine_arguments(config.model_path, config.engine_arguments)
     if gpt_oss.is_quantised(config.model_path):
         arguments["hf_overrides"] = partial(gpt_oss.without_quantisation, fields=arguments.get("hf_overrides") or {})
     has_workers = config.tensor_parallel > 1 and torch.cuda.is_available()
@@ -178,6 +187,8 @@ def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str,
         arguments["worker_cls"] = "bridge.vllm.serving.unwarmed.UnwarmedWorker"
     if config.is_exact:
         arguments["quantization"] = exact.METHOD
+    if config.is_fp8:
+        arguments |= fp8.ENGINE_ARGUMENTS
     if (config.is_exact or config.is_deterministic) and not enforce_eager:
         arguments["compilation_config"] = exact.UNCOMPILED  # how compiled kernels add is chosen by their time
     arguments |= text_alone.engine_arguments(config.model_path, config.head_dtype)

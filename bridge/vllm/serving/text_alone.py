@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -26,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from bridge.layout.manifest import Manifest, TensorSpec
+from model_folder.layout import OF_IMAGES, FolderLayout, own_name_in_any, places
 
 CLASSES = {  # of vLLM's for text, by the text_config's model_type
     "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
@@ -36,15 +36,6 @@ CLASSES = {  # of vLLM's for text, by the text_config's model_type
 }
 NEED_TORCHVISION = ("qwen3_5",)  # their modules; folders of text need these classes, too
 WITHIN = "TextOf"  # prefix of the names of our subclasses
-LANGUAGE_MODEL = {  # prefixes of its tensors, in the layouts that transformers writes
-    **dict.fromkeys(("model.language_model.", "language_model.model."), "model."),
-    "language_model.lm_head.": "lm_head.",
-}
-OTHERS = tuple(  # of vision layers, and of a layer that predicts further tokens
-    f"{model}{part}." for part in ("visual", "vision_tower", "multi_modal_projector", "mtp") for model in ("model.", "")
-)
-EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}  # of a layer at once
-ROTARY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 HYBRID = ("qwen3_5",)  # modules whose models have states beside keys and values
 WITH_VISION = ("ForCausalLM", "ForConditionalGeneration")  # how the names of a class and of that with vision layers end
 STATES = ("get_mamba_state_dtype_from_config", "get_mamba_state_shape_from_config", "get_mamba_state_copy_func")
@@ -72,7 +63,7 @@ def _text_config(config: Any, head_dtype: str) -> Any:
         return config
     text.architectures = [_name(*CLASSES[text.model_type])]
     text.tie_word_embeddings = config.tie_word_embeddings
-    text.rope_parameters = {name: value for name, value in text.rope_parameters.items() if name not in ROTARY_OF_IMAGES}
+    text.rope_parameters = {name: value for name, value in text.rope_parameters.items() if name not in OF_IMAGES}
     if head_dtype:
         text.head_dtype = head_dtype
     return text
@@ -82,32 +73,13 @@ def _name(module: str, name: str) -> str:
     return name if module in NEED_TORCHVISION else WITHIN + name
 
 
-def own_name(name: str) -> str | None:
-    """A folder's tensor in a folder of text; None: it is not the language model's."""
-    if name.startswith(OTHERS):
-        return None
-    prefix = next((prefix for prefix in LANGUAGE_MODEL if name.startswith(prefix)), "")
-    return LANGUAGE_MODEL[prefix] + name.removeprefix(prefix) if prefix else name
-
-
 def own_manifest(model: Any, held: Manifest) -> Manifest:
     """The manifest of vLLM's `model` in a folder's manifest, by the names that the trainer sends."""
     if not isinstance(model, OfFolder):
         return held
-    named = ((spec, own_name(spec.name)) for spec in held.tensors)
-    return Manifest(tuple(each for spec, name in named if name is not None for each in _split(replace(spec, name=name))))
-
-
-def _split(spec: TensorSpec) -> Iterator[TensorSpec]:
-    """The tensor, or each expert's where it holds all experts of a layer."""
-    kind = next((kind for kind in EXPERTS if spec.name.endswith(kind)), None)
-    if kind is None or len(spec.shape) != 3:
-        yield spec
-        return
-    path, (count, rows, columns), parts = spec.name.rpartition(".")[0], spec.shape, EXPERTS[kind]
-    for expert in range(count):
-        for part in parts:
-            yield TensorSpec(f"{path}.{expert}.{part}.weight", spec.dtype, (rows // len(parts), columns))
+    named = {name: spec for spec in held.tensors if (name := own_name_in_any(spec.name)) is not None}
+    own = places({name: spec.shape for name, spec in named.items()}, FolderLayout("text"))
+    return Manifest(tuple(TensorSpec(name, named[place.key].dtype, place.shape) for name, place in own.items()))
 
 
 class OfFolder:
@@ -115,7 +87,7 @@ class OfFolder:
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> Any:
         """As vLLM's: the names of its parameters that were loaded."""
-        named = ((own_name(name), tensor) for name, tensor in weights)
+        named = ((own_name_in_any(name), tensor) for name, tensor in weights)
         return super().load_weights((name, tensor) for name, tensor in named if name is not None)  # type: ignore[misc]
 
 

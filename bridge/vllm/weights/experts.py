@@ -1,6 +1,7 @@
 """vLLM's fused experts: whether their weights are as loaded, how CPUs pack them, and which Hugging Face tensor is where.
 
-A layer has w13_weight [experts, gate then up, in] and w2_weight [experts, out, in], each expert a tensor-parallel shard. Depends
+A layer has w13_weight [experts, gate then up, in] and w2_weight [experts, out, in], each expert a tensor-parallel shard, and in
+FP8 scales of rows: w13_weight_scale [experts, gate then up, 1] and w2_weight_scale [experts, out, 1]. Depends
 on the vLLM version as serving/api.py does; notes are relative to model_executor/layers/fused_moe of vllm(-cpu) 0.32. Leaves out
 expert parallelism in vLLM, where a worker holds some experts only.
 """
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+from bridge.vllm.weights import fp8
+
 METHOD = "UnquantizedFusedMoEMethod"
 AS_LOADED = ("TRITON", "BATCHED_TRITON")  # oracle/unquantized.py:416; Hopper's default in 0.26 and 0.32
 VIEWED_BY_VLLM = ".experts."  # until a layer is complete, vLLM keeps views of such tensors: routed_experts.py:1060
@@ -22,11 +25,13 @@ DIGIT = 256  # all below it are exact in every dtype of weights
 
 
 def is_fused_experts(layer: Any) -> bool:
-    return type(getattr(layer, "quant_method", None)).__name__ == METHOD
+    return type(getattr(layer, "quant_method", None)).__name__ in (METHOD, fp8.EXPERTS)
 
 
 def transformation(layer: Any) -> str | None:
     """Why the layer's experts are not as they were loaded; None where they are."""
+    if fp8.is_quantised(layer):
+        return fp8.transformation(layer)
     method = layer.quant_method
     backend = method.unquantized_backend.name
     if backend in AS_LOADED:
@@ -43,7 +48,7 @@ def forget_kernel(layer: Any) -> None:
     0.32 packs them where it makes their kernel, once (unquantized_fused_moe_method.py:184-218): a reload would leave them as
     loaded, for a kernel that takes them for packed.
     """
-    if is_fused_experts(layer) and layer.quant_method.unquantized_backend.name == "CPU":
+    if type(getattr(layer, "quant_method", None)).__name__ == METHOD and layer.quant_method.unquantized_backend.name == "CPU":
         layer.quant_method.moe_kernel = None
 
 
@@ -57,8 +62,9 @@ def hf_names(path: str, layer: Any, name: str) -> list[str]:
     if name == ROUTER_BIAS:
         return []
     prefix = path.removesuffix(".routed_experts")
-    parts = (MIXTRAL_PARTS if ".block_sparse_moe." in path else PARTS)[name]
-    return [f"{prefix}.{e}.{part}.weight" for e in range(layer.local_num_experts) for part in parts]
+    fused, _, kind = name.partition("_")  # w13 or w2, weight or weight_scale
+    parts = (MIXTRAL_PARTS if ".block_sparse_moe." in path else PARTS)[f"{fused}_weight"]
+    return [f"{prefix}.{e}.{part}.{kind}" for e in range(layer.local_num_experts) for part in parts]
 
 
 def slices(path: str, layer: Any, name: str) -> Iterator[tuple[str, tuple[int, int], torch.Tensor]]:
@@ -71,11 +77,13 @@ def slices(path: str, layer: Any, name: str) -> Iterator[tuple[str, tuple[int, i
     size, rank = layer.intermediate_size_per_partition, layer.moe_config.tp_rank
     parts = iter(names)
     for expert in weight:
-        if name == "w13_weight":
+        if name.startswith("w13"):
             for half in expert.chunk(2):  # CPUs may have padded each
                 yield next(parts), (rank * size, 0), half[:size]
-        else:
+        elif name == "w2_weight":
             yield next(parts), (0, rank * size), expert[:, :size]
+        else:  # scales of whole rows, on each worker
+            yield next(parts), (0, 0), expert
 
 
 def loaded(path: str, layer: Any, name: str) -> torch.Tensor:

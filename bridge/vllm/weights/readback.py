@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bridge.layout.digest import as_bytes, digest_value
 from bridge.layout.manifest import TIED_HEAD, TensorSpec
 from bridge.layout.shards import Part, assemble_one
-from bridge.vllm.weights import delta, experts, gpt_oss, latent
+from bridge.vllm.weights import delta_net, experts, fp8, gpt_oss, latent
 
 IDENTITY_ROWS = 1024
 MAX_PROBLEMS = 5
@@ -31,6 +31,8 @@ def unpacked_weight(layer: Any) -> torch.Tensor:
     CPU kernels drop `weight` and keep a packed copy in a closure (model_executor/layers/utils.py:470-600). An identity
     sent through the layer, some rows at a time, gives it back bit for bit, but for -0.0, which comes as 0.0.
     """
+    if fp8.is_quantised(layer):
+        return _quantised_weight(layer)
     if not hasattr(layer, "cpu_linear") or latent.stays_as_loaded(layer):
         return layer.weight.detach()  # type: ignore[no-any-return]
     widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
@@ -45,6 +47,12 @@ def unpacked_weight(layer: Any) -> torch.Tensor:
     return torch.cat(columns).t().contiguous()
 
 
+def _quantised_weight(layer: Any) -> torch.Tensor:
+    if (reason := fp8.transformation(layer)) is not None:
+        raise ValueError(f"read-back: {reason}; set sync.verify to digest")
+    return fp8.as_loaded(layer.weight)
+
+
 def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator[Slice]:
     """All parameters of this worker in HF names for which `wanted` holds. A tied head comes as lm_head.weight too.
 
@@ -55,10 +63,10 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules():
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
-        if delta.is_delta_net(module):
-            yield from (part for part in delta.slices(path, module) if wanted(part[0]))
+        if delta_net.is_delta_net(module):
+            yield from (part for part in delta_net.slices(path, module) if wanted(part[0]))
         yield from (part for part in gpt_oss.sinks(path, module) if wanted(part[0]))
-        if not names or path.endswith(("attn", f"linear_attn.{delta.CONVOLUTION}")):
+        if not names or path.endswith(("attn", f"linear_attn.{delta_net.CONVOLUTION}")):
             continue
         if experts.is_fused_experts(module):
             for name in names:
@@ -116,7 +124,7 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
     if kind == "DeepSeekV2FusedQkvAProjLinear":  # model_executor/models/deepseek_v2.py:953, whole on each worker
         kind = "MergedColumnParallelLinear"
     if kind == "RowParallelLinear":
-        offsets = (0, rank * layer.input_size_per_partition) if name == "weight" else (0,)
+        offsets = (0, rank * layer.input_size_per_partition) if name == "weight" else (0, *other_dims)
         yield hf_names[0], offsets, tensor
         return
     if kind == "QKVParallelLinear":  # model_executor/layers/linear.py:1052-1105; KV heads are copied when ranks exceed them
@@ -134,7 +142,7 @@ def _linear_slices(layer: Any, name: str, hf_names: list[str], tensor: torch.Ten
         raise ValueError(f"read-back does not know {kind} layers ({hf_names[0]}); set sync.verify to digest")
     parts = torch.split(tensor, sizes)
     if len(sizes) > len(hf_names):
-        for (linear, start), part in zip(delta.projection_rows(layer, sizes), parts, strict=True):
+        for (linear, start), part in zip(delta_net.projection_rows(layer, sizes), parts, strict=True):
             yield hf_names[linear], (start, *other_dims), part
         return
     for hf_name, part, part_rank, size in zip(hf_names, parts, ranks, sizes, strict=True):

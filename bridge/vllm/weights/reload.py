@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bridge.vllm.weights import delta, experts, gpt_oss, latent
+from bridge.vllm.weights import delta_net, experts, fp8, gpt_oss, latent
 
 # the first two on CUDA, the others everywhere leave weights alone
 AS_LOADED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "ExactLinearMethod", "ExactEmbeddingMethod")
@@ -47,10 +47,11 @@ def transformation(model: torch.nn.Module) -> Callable[[torch.nn.Module], str | 
             return None if type(method).__name__ in AS_LOADED else f"{type(method).__name__} changes weights after loading"
         if hasattr(layer, "cpu_linear") and not latent.stays_as_loaded(layer):
             return "oneDNN packs its weight after loading"
-        if experts.is_fused_experts(layer) or delta.is_packed(layer):
-            return experts.transformation(layer) if experts.is_fused_experts(layer) else delta.PACKED
+        if experts.is_fused_experts(layer) or delta_net.is_packed(layer):
+            return experts.transformation(layer) if experts.is_fused_experts(layer) else delta_net.PACKED
         if method is not None and type(method).__name__ not in AS_LOADED:
-            return f"{type(method).__name__} changes weights after loading"
+            other = f"{type(method).__name__} changes weights after loading"
+            return fp8.transformation(layer) if fp8.is_quantised(layer) else other
         if method is None and hasattr(layer, "process_weights_after_loading"):
             return f"{type(layer).__name__} changes weights after loading"
         return None

@@ -2,8 +2,7 @@
 
 Of a tensor NAME [experts, in, out] there are NAME_blocks, uint8 [experts, out, in / 32, 16], two numbers a byte, the lower bits
 first, and NAME_scales, uint8 [experts, out, in / 32], the exponents of powers of two plus 127. Every value is one of bfloat16's.
-Source: transformers 5.19 integrations/mxfp4.py:convert_moe_packed_tensors. Leaves out the check of shapes
-(megasync/models/tensors.py).
+Decoded by transformers. Leaves out the check of shapes (megasync/models/tensors.py).
 """
 
 from __future__ import annotations
@@ -13,21 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 BLOCKS, SCALES = "_blocks", "_scales"
-NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
-EXPONENT_OF_ONE = 127
 
 
 def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [experts, out, in / 32, 16] and [experts, out, in / 32] to bfloat16 [experts, in, out], expert by expert."""
-    numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=torch.bfloat16)
+    """uint8 [experts, out, in / 32, 16] and [experts, out, in / 32] to bfloat16 [experts, in, out], an expert at a time.
+
+    So transformers holds the intermediate numbers of one expert at most.
+    """
     experts, rows, count, size = blocks.shape
     whole = torch.empty(experts, 2 * size * count, rows, dtype=torch.bfloat16)
-    for index, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
-        pairs = torch.stack((numbers[(block & 15).long()], numbers[(block >> 4).long()]), -1).flatten(-2)
-        values = torch.ldexp(pairs, scale.int()[..., None] - EXPONENT_OF_ONE)
-        whole[index] = values.flatten(1).t()
+    for index in range(experts):
+        (whole[index],) = convert_moe_packed_tensors(blocks[index : index + 1], scales[index : index + 1])
     return whole
 
 

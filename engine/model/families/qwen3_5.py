@@ -1,7 +1,7 @@
 """Qwen 3.5's text models (model_type qwen3_5_text, qwen3_5_moe_text), a family that mbridge 0.15.1 lacks.
 
-Three of four layers have a gated delta net (attention/delta.py), the others attention whose queries come with an output gate and
-whose heads are rotated in part. Norms have weights around 0. With experts: routed ones and a shared one with a gate.
+Three of four layers have a gated delta net (attention/delta_net.py), the others attention whose queries come with an output gate
+and whose heads are rotated in part. Norms have weights around 0. With experts: routed ones and a shared one with a gate.
 A bridge of a family gives: megatron-core's config; names of both sides; how Hugging Face's tensors make up a fused one, and
 which of its rows a tensor-parallel rank has. The export runs these functions on meta tensors. Leaves out vision layers and
 layers of multi-token prediction.
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.attention.delta import MIXED, GatedDeltaNet, merge_ranks, split_ranks, split_sizes
+from engine.attention.delta_net import MIXED, GatedDeltaNet, merge_ranks, split_ranks, split_sizes
 from engine.attention.windows import FULL
 
 
@@ -25,7 +25,7 @@ from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 
 LAYER = "model.layers.{layer_number}."
-DELTA = LAYER + "linear_attn."
+DELTA_NET = LAYER + "linear_attn."
 FUSED = ("in_proj.weight", "conv1d")  # tensors of several parts; tensor parallelism splits each part
 
 
@@ -47,12 +47,12 @@ class Qwen35Bridge(LLMBridge):  # type: ignore[misc]
 
     _ATTENTION_MAPPING: ClassVar = {
         **LLMBridge._ATTENTION_MAPPING,
-        "self_attention.in_proj.weight": [f"{DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")],
-        "self_attention.conv1d": [f"{DELTA}conv1d.weight"],
-        "self_attention.A_log": [f"{DELTA}A_log"],
-        "self_attention.dt_bias": [f"{DELTA}dt_bias"],
-        "self_attention.norm": [f"{DELTA}norm.weight"],
-        "self_attention.out_proj.weight": [f"{DELTA}out_proj.weight"],
+        "self_attention.in_proj.weight": [f"{DELTA_NET}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")],
+        "self_attention.conv1d": [f"{DELTA_NET}conv1d.weight"],
+        "self_attention.A_log": [f"{DELTA_NET}A_log"],
+        "self_attention.dt_bias": [f"{DELTA_NET}dt_bias"],
+        "self_attention.norm": [f"{DELTA_NET}norm.weight"],
+        "self_attention.out_proj.weight": [f"{DELTA_NET}out_proj.weight"],
     }
 
     def _build_config(self) -> Any:

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from engine.attention.delta import MIXED, by_key_heads, split_sizes
-from engine.model.families.qwen3_5 import DELTA, FUSED, Qwen35MoeBridge
+from engine.attention.delta_net import MIXED, by_key_heads, split_sizes
+from engine.model.families.qwen3_5 import DELTA_NET, FUSED, Qwen35MoeBridge
 
 from mbridge.core.bridge import register_model
 
@@ -23,7 +23,7 @@ NAME = "qwen3_next"
 class Qwen3NextBridge(Qwen35MoeBridge):
     _ATTENTION_MAPPING: ClassVar = {
         **Qwen35MoeBridge._ATTENTION_MAPPING,
-        "self_attention.in_proj.weight": [f"{DELTA}in_proj_{part}.weight" for part in ("qkvz", "ba")],
+        "self_attention.in_proj.weight": [f"{DELTA_NET}in_proj_{part}.weight" for part in ("qkvz", "ba")],
     }
 
     def _weight_to_hf_format(self, name: str, weight: torch.Tensor) -> tuple[list[str], list[torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.config import BIASED_ROUTERS, DELTA_FAMILIES, GEMMA, GPT_OSS, OLMO3
+from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, GEMMA, GPT_OSS, OLMO3
 from engine.model.families import gemma, gpt_oss, kimi_k2, olmo3, qwen3_5
 from engine.model.families import qwen3_next  # noqa: F401 - it registers a bridge
 from engine.runtime import workarounds
@@ -21,7 +21,7 @@ NAMES = dict.fromkeys((GEMMA, OLMO3), gemma.NAMES)  # or most of them: what to a
 # families with layers of their own
 LAYERS: dict[str, Callable[[Any, Any, int], None]] = {GEMMA: gemma.use_layers, GPT_OSS: gpt_oss.use_layers}
 LAYERS[OLMO3] = olmo3.use_layers
-LAYERS |= dict.fromkeys(DELTA_FAMILIES, qwen3_5.use_layers)
+LAYERS |= dict.fromkeys(DELTA_NET_FAMILIES, qwen3_5.use_layers)
 
 
 def complete(hf_config: Any) -> None:
@@ -38,7 +38,7 @@ def complete(hf_config: Any) -> None:
     if hf_config.model_type == "qwen3_5_moe_text":
         hf_config.intermediate_size = hf_config.moe_intermediate_size  # of dense layers; the model has none
         hf_config.norm_topk_prob = True  # transformers 5.19, modeling_qwen3_5_moe.py:Qwen3_5MoeTopKRouter
-    if hf_config.model_type in ("glm4_moe", *DELTA_FAMILIES):
+    if hf_config.model_type in ("glm4_moe", *DELTA_NET_FAMILIES):
         hf_config.partial_rotary_factor = hf_config.rope_parameters["partial_rotary_factor"]
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from engine.attention.delta import split_ranks
+from engine.attention.delta_net import split_ranks
 from engine.checkpoint.shards import Dim, _pieces
 
 

@@ -20,7 +20,7 @@ HUNDREDFOLD_STEP = {**GRADIENT_STEP, "learning_rate": 1e7, "epsilon": 1e5}  # su
 def experts_against_peft(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
     """Of one unclipped step from an adapter, on one rank, against PEFT: largest differences of log-probs, loss and gradients.
 
-    Of gradients over the largest of their factor; and names of what is written, or merged, otherwise than by itself.
+    Of gradients over the largest of their factor; and names of tensors that are written, or merged, with other values than alone.
     """
     results, samples = [], random_samples(8, seed=5)
     for number, case in enumerate(cases):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bridge.export.source import whole_tensors
 from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
-from engine.folder import places, read_inside
+from model_folder.layout import places, read_folder_layout
 from engine.model.build import gpt_model
 from engine.engine import Engine
 from engine.sample import Sample
@@ -24,7 +24,7 @@ OPTIMIZER = {"epsilon": 1e-3}  # Adam would make steps of what is noise, such as
 
 
 def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each case: the largest log-prob difference to transformers, tensors that are exported otherwise than they are on disk
+    """Of each case: the largest log-prob difference to transformers, tensors whose export differs from the disk
     (before training), those that training left in another shape, by how much it moved biases of routers, and (loss, gradient
     norm, entropy) of some steps."""
     results = []
@@ -33,7 +33,7 @@ def against_folder(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         path, samples = case.pop("path"), random_samples(6, seed=5)
         with engine(path, name="grpo", optimizer=OPTIMIZER, **case) as built:
             source, raw = exporter(built), load_file(Path(path) / "model.safetensors")
-            own = places({key: tensor.shape for key, tensor in raw.items()}, read_inside(Path(path)))
+            own = places({key: tensor.shape for key, tensor in raw.items()}, read_folder_layout(Path(path)))
             disk = {name: place.of(raw[place.key]) for name, place in own.items()}
             mine = log_probs(built, samples)
             exported = {name: tensor.clone().cpu() for name, tensor in whole_tensors(source)}
@@ -106,7 +106,7 @@ def hf_gradients(path: str, samples: list[Sample]) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:  # in a folder's names and shapes
         model.save_pretrained(folder)
         raw = load_file(Path(folder) / "model.safetensors")
-        own = places({key: tensor.shape for key, tensor in raw.items()}, read_inside(Path(path)))
+        own = places({key: tensor.shape for key, tensor in raw.items()}, read_folder_layout(Path(path)))
     return {name: place.of(raw[place.key]) for name, place in own.items()}
 
 

@@ -67,13 +67,14 @@ def test_sinks_and_their_gradients_are_those_of_transformers(lengths: list[int],
         torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
 
 
-def test_mxfp4_is_decoded_as_by_transformers() -> None:
-    """Every byte, with every scale that bfloat16 has."""
-    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
-
+def test_mxfp4_is_decoded_by_its_formula() -> None:
+    """Every byte, with every scale that bfloat16 has; the lower four bits come first."""
     scales = torch.arange(8, 248, dtype=torch.uint8).view(2, 30, 4)
     blocks = torch.tensor(CODES, dtype=torch.uint8).repeat(2 * 30 * 4 * 16 // len(CODES)).view(2, 30, 4, 16)
-    expected = _convert_moe_packed_tensors(blocks, scales)
+    numbers = torch.tensor([sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+    pairs = torch.stack((numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]), -1).flatten(-2)
+    values = (pairs.double() * 2.0 ** (scales.double() - 127)[..., None]).to(torch.bfloat16)
+    expected = values.flatten(2).transpose(1, 2)
     decoded = mxfp4.decode(blocks, scales)
     assert decoded.shape == (2, 4 * 32, 30)
     assert torch.equal(decoded, expected)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from bridge.export.merge import merge_into, squared_error
-from engine.config import DELTA_TARGETS, LATENT_TARGETS, TARGET_OF
-from engine.model.lora import product
+from engine.config import DELTA_NET_TARGETS, LATENT_TARGETS, TARGET_OF
+from engine.model.lora_linears import Groups, product
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import publish, write_tiny_model
 
@@ -199,8 +199,8 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
         ("deepseek_v3", LATENT_TARGETS),
         ("glm4_moe_lite", (*LATENT_TARGETS, "linear_fc1", "linear_fc2")),
         ("gpt_oss", ("linear_qkv", "linear_proj")),
-        ("qwen3_5_moe_text", (*DELTA_TARGETS, "linear_qkv", "linear_fc1")),
-        ("qwen3_next", (*DELTA_TARGETS, "linear_qkv", "linear_proj")),
+        ("qwen3_5_moe_text", (*DELTA_NET_TARGETS, "linear_qkv", "linear_fc1")),
+        ("qwen3_next", (*DELTA_NET_TARGETS, "linear_qkv", "linear_proj")),
     ],
 )
 def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targets: tuple[str, ...]) -> None:
@@ -356,3 +356,30 @@ def test_a_kept_adapter_multiplies_as_a_trained_one(batch: int, size: int, rank:
     inputs, factor = torch.randn(batch, 61, size).transpose(0, 1), torch.randn(rank, size)
     kept, trained = product(inputs, factor), product(inputs.detach().requires_grad_(), factor.clone().requires_grad_())
     assert kept.shape == (61, batch, rank) and torch.equal(kept, trained.detach())
+
+
+@given(
+    counts=st.lists(st.sampled_from([16, 48, 128]), min_size=1, max_size=5),
+    sizes=st.tuples(*[st.sampled_from([8, 24, 64])] * 2),
+    is_scaled=st.booleans(),
+)
+@settings(max_examples=30, deadline=None)
+def test_one_product_of_all_blocks_is_that_of_each(counts: list[int], sizes: tuple[int, int], is_scaled: bool) -> None:
+    """With gradients."""
+    generator, (num_in, num_out) = torch.Generator().manual_seed(0), sizes
+    inputs = torch.randn(sum(counts), 1, num_in, generator=generator, requires_grad=True)
+    factors = [torch.randn(num_out, num_in, generator=generator, requires_grad=True) for _ in counts]
+    scales = [1.0 + number / 3 for number in range(len(counts))]
+    wanted = [
+        product(part, factor) * (scale if is_scaled else 1.0)
+        for part, factor, scale in zip(inputs.split(counts), factors, scales, strict=True)
+    ]
+    found = Groups.of(counts, scales, inputs.device).product(inputs, factors, is_scaled=is_scaled)
+    weights = torch.randn(found.shape, generator=generator)
+    leaves = [inputs, *factors]
+    for one, other in zip(
+        [found, *torch.autograd.grad((found * weights).sum(), leaves)],
+        [torch.cat(wanted), *torch.autograd.grad((torch.cat(wanted) * weights).sum(), leaves)],
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)

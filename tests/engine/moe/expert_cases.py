@@ -85,7 +85,7 @@ def gradients(built: Engine, num_samples: int) -> tuple[dict[str, torch.Tensor],
 
 
 def exports_everywhere(path: str, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Of each case the tensors that this rank, whether a sender or not, would send otherwise than they are on disk."""
+    """Of each case the tensors that this rank, whether a sender or not, would send with other values than on disk."""
     disk, results = load_file(Path(path) / "model.safetensors"), []
     for case in cases:
         with engine(path, name="sft", **case) as built:
@@ -95,7 +95,7 @@ def exports_everywhere(path: str, cases: list[dict[str, Any]]) -> list[list[str]
 
 
 def mbridge_exports(path: str, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Of each case the tensors that mbridge's own export, which the bench compares ours with, gives otherwise than ours."""
+    """Of each case the tensors that mbridge's own export, which the bench compares with ours, gives with other values."""
     from bench.sync.methods import mbridge_export
 
     results = []

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from engine.batch.batch import MicroBatch, SampleTable, pack
-from engine.config import AlgorithmConfig, TeacherObjective
+from engine.algorithm import AlgorithmConfig, TeacherObjective
 from engine.objective import distillation
 from engine.objective.distillation import Divergence, top_tokens
 from engine.objective.loss import grpo_loss

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import BY_TOKENS, plan_microbatches, split_evenly, split_members
-from engine.config import AlgorithmConfig, EngineConfig
+from engine.config import EngineConfig
+from engine.algorithm import AlgorithmConfig
 from engine.minibatch import Cutter, with_advantages
 from engine.objective.own import OwnFunctions
 from engine.objective.loss import aggregation_weights, grpo_loss, leave_out

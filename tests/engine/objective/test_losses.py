@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from engine.batch.batch import MicroBatch, SampleTable, pack
-from engine.config import AlgorithmConfig
+from engine.algorithm import AlgorithmConfig
 from engine.objective.loss import Sums, aggregation_weights, grpo_loss, leave_out
 from engine.objective.metrics import SUMS, effective_share, step_metrics
 from engine.sample import Sample

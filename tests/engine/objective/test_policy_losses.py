@@ -16,7 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from engine.batch.batch import SampleTable, pack
-from engine.config import AlgorithmConfig
+from engine.algorithm import AlgorithmConfig
 from engine.objective.advantages import ADVANTAGES, AdvantageInput
 from engine.objective.loss import grpo_loss, kl_estimate
 from engine.objective.own import OwnFunctions, trial_tokens, try_advantage, try_loss

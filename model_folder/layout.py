@@ -3,10 +3,10 @@
 A vision-language model's folder holds the fields in `text_config` and the tensors under a prefix, beside vision layers; experts
 of a layer may be one tensor. Everywhere else the language model's tensors have the names of a text folder ("own names").
 Other tensors stay unchanged: every written folder holds them, and nobody computes with them.
-Leaves out whether config.json and tensors fit (megasync/models/), and vLLM, which has such a table of its own.
+Leaves out whether config.json and tensors fit (megasync/models/), and vLLM's classes (bridge/vllm/serving/text_alone.py).
 
     own_fields(fields)["hidden_size"]
-    places(shapes, read_inside(folder))["model.norm.weight"]      # Place("model.language_model.norm.weight", (64,))
+    places(shapes, read_folder_layout(folder))["model.norm.weight"]      # Place("model.language_model.norm.weight", (64,))
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from model_folder.files import read_header, weight_files
 
 
-class Inside(NamedTuple):
+class FolderLayout(NamedTuple):
     """The language model's place in folders of a model_type."""
 
     family: str  # the language model's model_type
@@ -33,25 +33,26 @@ class Inside(NamedTuple):
 
 VISION, PREDICTOR, LANGUAGE = "model.visual.", "mtp.", "model.language_model."  # PREDICTOR: a layer that predicts further tokens
 GEMMAS_VISION = ("vision_tower.", "multi_modal_projector.")
-INSIDE: dict[str, tuple[Inside, ...]] = {  # by model_type; of several the folder's tensors choose, or the first
-    "qwen3_5_text": (Inside("qwen3_5_text", others=(PREDICTOR,)),),
-    "qwen3_5_moe_text": (Inside("qwen3_5_moe_text", others=(PREDICTOR,)),),
-    "qwen3_next": (Inside("qwen3_next", others=(PREDICTOR,)),),
-    "gpt_oss": (Inside("gpt_oss", has_stacks=True),),
-    "qwen3_5": (Inside("qwen3_5_text", LANGUAGE, (VISION, PREDICTOR)),),
-    "qwen3_5_moe": (Inside("qwen3_5_moe_text", LANGUAGE, (VISION, PREDICTOR)),),
-    "qwen3_vl": (Inside("qwen3", LANGUAGE, (VISION,), modules=LANGUAGE),),
+FOLDER_LAYOUTS: dict[str, tuple[FolderLayout, ...]] = {  # by model_type; of several the folder's tensors choose, or the first
+    "qwen3_5_text": (FolderLayout("qwen3_5_text", others=(PREDICTOR,)),),
+    "qwen3_5_moe_text": (FolderLayout("qwen3_5_moe_text", others=(PREDICTOR,)),),
+    "qwen3_next": (FolderLayout("qwen3_next", others=(PREDICTOR,)),),
+    "gpt_oss": (FolderLayout("gpt_oss", has_stacks=True),),
+    "qwen3_5": (FolderLayout("qwen3_5_text", LANGUAGE, (VISION, PREDICTOR)),),
+    "qwen3_5_moe": (FolderLayout("qwen3_5_moe_text", LANGUAGE, (VISION, PREDICTOR)),),
+    "qwen3_vl": (FolderLayout("qwen3", LANGUAGE, (VISION,), modules=LANGUAGE),),
     "qwen2_5_vl": (
-        Inside("qwen2", "model.", ("visual.",), modules=LANGUAGE),
-        Inside("qwen2", LANGUAGE, (VISION,), modules=LANGUAGE),
+        FolderLayout("qwen2", "model.", ("visual.",), modules=LANGUAGE),
+        FolderLayout("qwen2", LANGUAGE, (VISION,), modules=LANGUAGE),
     ),
     "gemma3": (
-        Inside("gemma3_text", "language_model.model.", GEMMAS_VISION, "language_model.lm_head.", modules=LANGUAGE),
-        Inside("gemma3_text", LANGUAGE, tuple(f"model.{each}" for each in GEMMAS_VISION), modules=LANGUAGE),
+        FolderLayout("gemma3_text", "language_model.model.", GEMMAS_VISION, "language_model.lm_head.", modules=LANGUAGE),
+        FolderLayout("gemma3_text", LANGUAGE, tuple(f"model.{each}" for each in GEMMAS_VISION), modules=LANGUAGE),
     ),
 }
 TEXT_TYPES = {"qwen3_vl": "qwen3_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}  # text_config's model_type, where no family
-VISION_LANGUAGE = tuple(name for name, (first, *_) in INSIDE.items() if first.others not in ((), (PREDICTOR,)))
+LAYOUTS = tuple(layout for several in FOLDER_LAYOUTS.values() for layout in several)
+VISION_LANGUAGE = tuple(name for name, (first, *_) in FOLDER_LAYOUTS.items() if first.others not in ((), (PREDICTOR,)))
 FLAT = "qwen2_5_vl"  # published with the text_config's fields beside vision_config
 ROPES, OF_IMAGES = ("rope_parameters", "rope_scaling"), ("mrope_section", "mrope_interleaved")
 OF_ALL_MODELS = ("quantization_config", "compression_config", "tie_word_embeddings")  # beside text_config, and of it
@@ -77,21 +78,12 @@ class Place(NamedTuple):
         return tensor if self.expert is None else tensor[self.expert, self.first_row : self.first_row + self.shape[0]]
 
 
-def read_inside(folder: Path) -> Inside:
+def read_folder_layout(folder: Path) -> FolderLayout:
     """By a folder's config.json and tensors."""
     model_type = read_model_type(folder)
-    first, *more = INSIDE.get(model_type, (Inside(model_type),))
-    names = tensor_names(folder) if more else ()
-    return next((way for way in more if any(name.startswith(way.prefix) for name in names)), first)
-
-
-def tensor_names(folder: Path) -> list[str]:
-    """Of its weights."""
-    names: list[str] = []
-    for path in weight_files(folder):
-        with safe_open(path, framework="np") as file:
-            names += file.keys()
-    return names
+    first, *more = FOLDER_LAYOUTS.get(model_type, (FolderLayout(model_type),))
+    keys = [each.key for path in weight_files(folder) for each in read_header(path)[0]] if more else []
+    return next((layout for layout in more if any(key.startswith(layout.prefix) for key in keys)), first)
 
 
 def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +101,7 @@ def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     if classes and not any(str(name).endswith(GENERATES) for name in classes):
         shared["architectures"] = classes
     ropes = {name: _of_text(text[name]) for name in ROPES if isinstance(text.get(name), dict)}
-    return {**text, **shared, **ropes, "model_type": INSIDE[model_type][0].family}
+    return {**text, **shared, **ropes, "model_type": FOLDER_LAYOUTS[model_type][0].family}
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,39 +125,55 @@ def read_model_type(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
 
 
-def own_name(key: str, inside: Inside) -> str | None:
+def own_name(key: str, layout: FolderLayout) -> str | None:
     """The own name of a folder's tensor; None: it is not the language model's."""
-    if key.startswith(inside.others):
+    if key.startswith(layout.others):
         return None
-    for there, own in ((inside.prefix, "model."), (inside.head, "lm_head.")):
+    for there, own in ((layout.prefix, "model."), (layout.head, "lm_head.")):
         if key.startswith(there):
             return own + key.removeprefix(there)
     return key
 
 
-def key_of(name: str, inside: Inside) -> str:
+def own_name_in_any(key: str) -> str | None:
+    """`own_name` in whichever of LAYOUTS the folder has: a name that one of them changes is in no other."""
+    names = [own_name(key, layout) for layout in LAYOUTS]
+    return None if None in names else next((name for name in names if name != key), key)
+
+
+def key_of(name: str, layout: FolderLayout) -> str:
     """The name of a tensor of the language model in a written folder. `name`: its own."""
-    for there, own in ((inside.prefix, "model."), (inside.head, "lm_head.")):
+    for there, own in ((layout.prefix, "model."), (layout.head, "lm_head.")):
         if name.startswith(own):
             return there + name.removeprefix(own)
     return name
 
 
-def fused_part(key: str, inside: Inside) -> re.Match[str] | None:
+def fused_part(key: str, layout: FolderLayout) -> re.Match[str] | None:
     """(path of the experts, part) of a tensor of all experts that is split into each expert's."""
-    return None if inside.has_stacks else FUSED.fullmatch(own_name(key, inside) or "")
+    return None if layout.has_stacks else FUSED.fullmatch(own_name(key, layout) or "")
 
 
-def places(shapes: Mapping[str, Iterable[int]], inside: Inside) -> dict[str, Place]:
+def places(shapes: Mapping[str, Iterable[int]], layout: FolderLayout) -> dict[str, Place]:
     """By own name each tensor of the language model. `shapes`: of the folder's tensors."""
     found: dict[str, Place] = {}
     for key, dims in shapes.items():
-        name, shape = own_name(key, inside), tuple(dims)
-        fused = fused_part(key, inside)
+        name, shape = own_name(key, layout), tuple(dims)
+        fused = fused_part(key, layout)
         if fused and len(shape) == 3:
             found |= _of_experts(key, fused[1], PARTS[fused[2]], shape)
         elif name is not None:
             found[name] = Place(key, shape)
+    return found
+
+
+def read_places(folder: Path) -> dict[str, tuple[Path, Place]]:
+    """`places` of a folder's weights, each with its file."""
+    layout = read_folder_layout(folder)
+    found: dict[str, tuple[Path, Place]] = {}
+    for path in weight_files(folder):
+        own = places({each.key: each.shape for each in read_header(path)[0]}, layout)
+        found |= {name: (path, place) for name, place in own.items()}
     return found
 
 
@@ -176,12 +184,3 @@ def _of_experts(key: str, path: str, parts: tuple[str, ...], shape: tuple[int, .
         for expert in range(shape[0])
         for number, part in enumerate(parts)
     }
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of its index, or model.safetensors, ignoring others; empty where there are none."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return list(folder.glob("model.safetensors"))
-    names: Iterable[str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in sorted(set(names))]

@@ -2,7 +2,7 @@
 
 Convolution, rule and gated norm are a kernel or a few each, forward and backward; none of them reads another sequence. vLLM
 computes prompts with copies of the rule's kernels. The first step of a run tunes them, which takes minutes. Leaves out when they
-are used, and plain torch (delta.py).
+are used, and plain torch (delta_net.py).
 Source: fla-core 0.6.0 fla/ops/gated_delta_rule/chunk.py, fla/modules/causal_conv1d/ops.py, fla/modules/norm/fused_norm_gate.py.
 """
 

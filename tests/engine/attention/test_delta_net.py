@@ -1,6 +1,6 @@
 """The gated delta rule against transformers, packed sequences against each alone, and how rows are split over ranks.
 
-    python -m pytest tests/engine/attention/test_delta.py
+    python -m pytest tests/engine/attention/test_delta_net.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from engine.attention import delta
-from engine.attention.delta import MIXED, merge_ranks, rule, split_ranks, split_sizes
+from engine.attention import delta_net
+from engine.attention.delta_net import MIXED, merge_ranks, rule, split_ranks, split_sizes
 from engine.batch.packed import PackedSequences
 
 CONFIG = SimpleNamespace(
@@ -59,7 +59,7 @@ def attend(
     """Of one of `num_ranks` tensor-parallel ranks, with its rows."""
     sizes = [size // num_ranks for size in split_sizes(CONFIG)[:MIXED]]
     packed = PackedSequences.from_lengths(lengths, torch.device("cpu"))
-    return delta.attend(packed, mixed, decay, strength, conv1d, sizes, CONFIG.linear_key_head_dim)
+    return delta_net.attend(packed, mixed, decay, strength, conv1d, sizes, CONFIG.linear_key_head_dim)
 
 
 def test_ranks_compute_their_heads() -> None:

@@ -2,7 +2,7 @@
 
 A head keeps a state S [key dim, value dim], zero at the start of each sequence. With a token's key k, value v, decay a and
 strength b:   S = a S + b k (v - a S^T k)^T,   and the result is S^T q. The tokens of a chunk are computed at once, chunk after
-chunk, in float32 by plain torch, or on GPUs by kernels that are installed (delta_kernels.py). Before it comes a causal
+chunk, in float32 by plain torch, or on GPUs by kernels that are installed (delta_net_kernels.py). Before it comes a causal
 convolution that never reads another sequence. Tensor parallelism splits heads. Leaves out context parallelism, which rules.py
 refuses.
 Sources: transformers 5.19 models/qwen3_5/modeling_qwen3_5.py; for the order of rows megatron-core 0.16.1 ssm/gated_delta_net.py,
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.attention import delta_kernels
+from engine.attention import delta_net_kernels
 from engine.batch.packed import PackedSequences
 from engine.runtime import device
 from engine.runtime.megatron import ColumnParallelLinear, MegatronModule, RowParallelLinear, tensor_parallel
@@ -71,7 +71,7 @@ def attend(
     packed: PackedSequences, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor,
     sizes: Sequence[int], key_dim: int,
 ) -> torch.Tensor:  # fmt: skip
-    """What delta_kernels.attend computes, in plain torch."""
+    """What delta_net_kernels.attend computes, in plain torch."""
     groups, inverse = packed.length_groups
     pieces = []
     for index, valid in groups:
@@ -92,7 +92,7 @@ def of_sequences(
 
 
 def gated_norm(heads: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """What delta_kernels.gated_norm computes, in plain torch."""
+    """What delta_net_kernels.gated_norm computes, in plain torch."""
     normed = F.rms_norm(heads.float(), weight.shape, eps=epsilon).to(heads.dtype)
     gated: torch.Tensor = weight * normed * F.silu(gate.float())
     return gated.to(heads.dtype)
@@ -109,28 +109,28 @@ def choose_kernels(kernels: str, config: Any) -> str:
     Raises:
         ValueError: the kernels are selected and cannot be used.
     """
-    delta_kernels.enable(False)
+    delta_net_kernels.enable(False)
     if not config.linear_attention_freq:
         return ""
     if kernels != "fla":
         return "torch"
     if reason := _problem(config):
         raise ValueError(f"engine.kernels = fla: {reason}. Remedy: write engine.kernels=auto")
-    delta_kernels.enable(True)
-    return f"{delta_kernels.LIBRARY} {delta_kernels.version()}"
+    delta_net_kernels.enable(True)
+    return f"{delta_net_kernels.LIBRARY} {delta_net_kernels.version()}"
 
 
 def _problem(config: Any) -> str:
     """Why the kernels cannot be used; empty: they compute what plain torch does."""
     if not device.has_cuda():
-        return f"{delta_kernels.LIBRARY} needs an NVIDIA GPU, and there is none"
+        return f"{delta_net_kernels.LIBRARY} needs an NVIDIA GPU, and there is none"
     if config.params_dtype is torch.float32:
-        return f"{delta_kernels.LIBRARY} computes in 16 bits, and model.dtype is float32"
-    if not delta_kernels.version():
-        return f"{delta_kernels.LIBRARY} is not installed (pip install fla-core)"
+        return f"{delta_net_kernels.LIBRARY} computes in 16 bits, and model.dtype is float32"
+    if not delta_net_kernels.version():
+        return f"{delta_net_kernels.LIBRARY} is not installed (pip install fla-core)"
     expected = _probe(config, attend, gated_norm)
     try:
-        found = _probe(config, delta_kernels.attend, delta_kernels.gated_norm)
+        found = _probe(config, delta_net_kernels.attend, delta_net_kernels.gated_norm)
     except Exception as error:  # noqa: BLE001 - what a kernel raises on a machine that it was not made for
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return difference(found, expected)
@@ -240,7 +240,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
         # in float32, whatever the dtype of the model
         log_decay = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
 
-        function = delta_kernels.attend if delta_kernels.is_enabled() else attend
+        function = delta_net_kernels.attend if delta_net_kernels.is_enabled() else attend
 
         def heads_of(*inputs: torch.Tensor) -> torch.Tensor:
             mixed, log_decay, strength, conv1d = inputs
@@ -255,7 +255,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
     def _gated_norm(self, heads: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Each rank has some of the heads that share the weight: backwards its gradient is summed over ranks."""
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm, group=self.tp_group)
-        norm = delta_kernels.gated_norm if delta_kernels.is_enabled() else gated_norm
+        norm = delta_net_kernels.gated_norm if delta_net_kernels.is_enabled() else gated_norm
         return norm(heads, gate, weight, self.config.layernorm_epsilon)
 
 
