@@ -3,9 +3,11 @@
 check.py        all checks in order, and the command
 settings.py     keys against each other: what plans check, too
 sizes.py        keys against the model's sizes and the number of ranks
+served_sizes.py keys of replicas against the model's sizes
 teacher.py      whether a model can be the policy's teacher
 unused.py       keys that have no effect beside others
 endpoint.py     whether a teacher's server answers, with the policy's tokenizer
+fp8.py          what quantised replicas exclude
 exact.py        settings that are not exact or not deterministic
 data.py         evaluation sets, episodes, and vLLM's arguments, which vLLM itself is asked about
 own_functions.py  losses, advantages, filters, callbacks and loggers of the user's own

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bridge.versions.file import there
-from engine.config import PRESETS
+from engine.algorithm import PRESETS
 from megasync.checks.resume import first_step, resumed_checkpoint
 from megasync.config.errors import explain
 from megasync.config.files import VERSIONS, has_results
@@ -66,6 +66,7 @@ def _layout(config: Config, num_ranks: int) -> str:
 def _rollouts(config: Config) -> str:
     own, batch = config.rollout, config.data.batch_size
     workers = f" of {own.tensor_parallel} workers" if own.tensor_parallel > 1 else ""
+    workers += " in FP8" if own.dtype == "fp8" else ""
     behind = f"at most {_plural(own.max_staleness, 'version')} behind" if own.max_staleness else "in turns with training"
     where = "on the trainer's GPUs, in turns" if own.is_colocated else behind
     if own.episode:

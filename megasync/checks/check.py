@@ -18,11 +18,12 @@ from pathlib import Path
 from engine.config import NAME_BYTES, is_own
 from megasync.checks.data import check_data, check_engine_arguments, check_episodes
 from megasync.checks.endpoint import check_endpoint
+from megasync.checks.fp8 import check_capability
 from megasync.checks.judges import check_judges
 from megasync.checks.own_functions import check_own_functions
 from megasync.checks.resume import check_resume
+from megasync.checks.served_sizes import check_cache_memory
 from megasync.checks.settings import check_layout, check_settings
-from megasync.checks.sizes import check_cache_memory
 from megasync.checks.teacher import check_teacher
 from megasync.config.errors import ConfigError, ErrorCollector, refuse, refuse_if, wrong
 from megasync.config.files import CHECKPOINTS, existing, has_results, unwritable
@@ -52,7 +53,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
         checks.append(lambda: check_layout(config, check_model_folder(config.model.path), world_size))
         checks.append(lambda: check_teacher(config))
     if config.algorithm.name == "grpo":
-        rollout = (_check_rewards, check_cache_memory, _check_episodes, check_engine_arguments)
+        rollout = (_check_rewards, check_cache_memory, check_capability, _check_episodes, check_engine_arguments)
         checks += [partial(check, config) for check in rollout]
     checks += [partial(check, config) for check in (check_data, check_resume, check_run_folder)]
     for check in checks:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bridge.vllm.serving import arguments
-from megasync.checks.sizes import is_served_here
+from megasync.checks.served_sizes import is_served_here
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, nearest_name, refuse, refuse_if, wrong
 from megasync.config.load import save_config

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from bridge.versions.file import VersionLogError, shapes_of
-from engine.folder import written_fields
 from engine.peft.folder import check_peft_folder
 from engine.resume import check_files, instead, model_of, read_index
 from megasync.config.errors import ConfigError, refuse_if
@@ -18,6 +17,7 @@ from megasync.config.schema import Config
 from megasync.models.folder import model_fields, model_shape, read_json_object
 from megasync.models.tensors import check_held, own_shapes
 from megasync.rollouts.progress import load_progress
+from model_folder.layout import written_fields
 
 
 def resumed_checkpoint(config: Config) -> Path | None:

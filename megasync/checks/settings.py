@@ -11,18 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bridge.generation import MAX_SUPPORT
-from engine.config import BIASED_ROUTERS, GROUPED, AlgorithmConfig
+from engine.algorithm import GROUPED, AlgorithmConfig
+from engine.config import BIASED_ROUTERS
 from engine.wrap import ddp_fields
 from megasync.checks.exact import deterministic_errors, exact_errors
-from megasync.checks.sizes import (
-    cache_errors,
-    engine_errors,
-    kernel_errors,
-    length_errors,
-    placement_errors,
-    rank_errors,
-    served_errors,
-)
+from megasync.checks.fp8 import fp8_errors
+from megasync.checks.served_sizes import cache_errors, length_errors, placement_errors, served_errors
+from megasync.checks.sizes import engine_errors, kernel_errors, rank_errors
 from megasync.checks.teacher import teacher_errors
 from megasync.checks.unused import unused_errors
 from megasync.config.errors import ConfigError, nearest_name, refuse, shown_value, wrong
@@ -54,6 +49,7 @@ def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: 
     found += kernel_errors(config, shape, on_gpus=on_gpus)
     if config.algorithm.name == "grpo":
         found += served_errors(config, shape, on_gpus=on_gpus)
+        found += fp8_errors(config, shape, on_gpus=on_gpus)
         found += [*length_errors(config, shape), *cache_errors(config, shape), *placement_errors(config, num_ranks)]
     refuse(found)
 

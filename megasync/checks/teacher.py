@@ -15,7 +15,8 @@ from bridge.versions.file import there
 from engine.peft.folder import check_peft_folder
 from megasync.checks.data import beside_errors
 from megasync.checks.resume import first_step
-from megasync.checks.sizes import even_workers, size_error, uneven_problem
+from megasync.checks.served_sizes import even_workers, uneven_problem
+from megasync.checks.sizes import size_error
 from megasync.config.errors import ConfigError, nearest_name, refuse, some, wrong
 from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from bridge.config import SyncConfig
-from engine.config import PRESETS, AlgorithmConfig, is_own
+from engine.algorithm import PRESETS, AlgorithmConfig
+from engine.config import is_own
 from megasync.config.errors import ConfigError, shown_value, wrong
 from megasync.config.schema import Config, RolloutConfig
 

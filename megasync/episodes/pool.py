@@ -57,7 +57,7 @@ class EpisodeJob(Job):
                 history.resumed |= self.of_checkpoint & {message.turn}
             else:
                 if former is not None:
-                    self.former, history.is_anew = {}, history.is_anew or message.turn in self.of_checkpoint
+                    self.former, history.is_restart = {}, history.is_restart or message.turn in self.of_checkpoint
                 turn = await self.ask(message)
         except EpisodeLimitError as error:
             return Sampled(limit=str(error))

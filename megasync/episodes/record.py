@@ -64,14 +64,14 @@ class History:
     state: Any = None  # of the environment after all of `answers`, as JSON has it
     resumed: set[int] = field(default_factory=set)  # turns of a checkpoint that answered again
     is_deadly: bool = False  # it, or an attempt before it, ended its process: it is played alone
-    is_anew: bool = False  # a question or an answer after a resume was not the same: sampled again from there on
+    is_restart: bool = False  # a question or an answer after a resume was not the same: sampled again from there on
 
     def forget(self) -> None:
         """It starts from its begin."""
         self.turns.clear()
         self.answers.clear()
         self.resumed.clear()
-        self.state, self.is_anew = None, True
+        self.state, self.is_restart = None, True
 
     def keep_answer(self, place: int, answer: EnvironmentAnswer, state: Any, *, is_other: bool) -> None:
         """`is_other`: what was kept from that place on is not asked for any more."""

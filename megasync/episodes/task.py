@@ -64,7 +64,7 @@ class EpisodeResult:
     turns: tuple[TurnRecord, ...] = ()
     answers: tuple[EnvironmentAnswer, ...] = ()
     num_resumed: int = 0  # turns of a checkpoint from which it resumed
-    is_anew: bool = False  # it could not resume from that checkpoint
+    is_restart: bool = False  # it could not resume from that checkpoint
 
     @property
     def num_sampled(self) -> int:

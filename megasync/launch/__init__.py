@@ -1,6 +1,7 @@
 """Starting a run: on this machine, on several nodes, or as a job of a Ray cluster. The commands are train, nodes and submit.
 
 torchrun.py     torchrun for the ranks of this machine
+node_start.py   a node until its ranks may start: meets the others, is compared and checked
 node.py         one node's part in a run on several
 node_ray.py     its part of the run's Ray
 elastic.py      torch's elastic rendezvous for them

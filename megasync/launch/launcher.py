@@ -10,6 +10,7 @@ would train one rank alone, or wait for others that never come.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 
@@ -17,6 +18,7 @@ from megasync.config.errors import ConfigError
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OF_RANKS = (*NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
+TASKS = "SLURM_STEP_NUM_TASKS"  # of srun alone: sbatch and salloc do not set it
 OF_TORCHRUN = "PET_"  # torchrun's own options, as PyTorchJob gives them
 AGENT, AGENT_SECONDS, FIRST_RANK_SECONDS = "TORCHELASTIC_USE_AGENT_STORE", 20.0, 120.0
 
@@ -30,6 +32,7 @@ def is_rank(environment: Mapping[str, str], nproc: int | None = None) -> bool:
         ConfigError: it is one of several nodes, or ranks, and cannot find the others; or --nproc says something else.
     """
     if "RANK" not in environment:
+        _refuse_tasks(environment)
         return False
     rank, size = int_of(environment, "RANK"), int_of(environment, "WORLD_SIZE")
     given = ", ".join(f"{name}={environment[name]}" for name in OF_RANKS if name in environment)
@@ -51,13 +54,22 @@ def is_rank(environment: Mapping[str, str], nproc: int | None = None) -> bool:
     return True
 
 
+def _refuse_tasks(environment: Mapping[str, str]) -> None:
+    """ConfigError where srun starts this command several times, each of which would start all ranks of the run."""
+    num_tasks = int_of(environment, TASKS)
+    if num_tasks > 1 and not sys.stdin.isatty():  # srun --pty gives a terminal to one task alone
+        message = f"{TASKS} = {num_tasks}: srun starts this command {num_tasks} times, and it starts the ranks itself"
+        nodes = "srun --ntasks-per-node=1 launch/torchrun_nodes.sh CONFIG.yaml --nodes HOST,HOST --head HOST"
+        raise ConfigError(message, for_all_nodes=nodes, remedy="write srun --ntasks=1, or start it on each node as above")
+
+
 def int_of(environment: Mapping[str, str], name: str) -> int:
-    """0 for RANK and 1 for WORLD_SIZE where they are not set.
+    """0 for RANK and 1 for the others where they are not set.
 
     Raises:
         ConfigError: it is no whole number.
     """
-    text = environment.get(name, "1" if name == "WORLD_SIZE" else "0")
+    text = environment.get(name, "0" if name == "RANK" else "1")
     if not text.isdecimal():
         raise ConfigError(f"{name} = {text!r}: a whole number is expected", given_in="the environment", remedy=f"unset {name}")
     return int(text)

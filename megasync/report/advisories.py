@@ -155,7 +155,7 @@ CONDITIONS = (
                Unless("sync.verify=digest, to see whether the weights are the cause", _has("sync.verify", "digest"))), signs.gap),
     Condition("gap_large", "Trainer and vLLM disagree about the same tokens",
               "mean gap above 0.1 nats over the last 10 steps, runs without staleness",
-              (TIS, Unless("no top_k, top_p and min_p", _samples_from_all),
+              (TIS, _set_to("rollout.dtype", "model"), Unless("no top_k, top_p and min_p", _samples_from_all),
                Unless("with experts algorithm.router_replay=rollout", _has("algorithm.router_replay", "rollout"))),
               signs.large_gap),
     Condition("merge_error", "Merging the adapters loses their update", "above 50 % over the last 10 steps",

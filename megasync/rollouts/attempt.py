@@ -88,5 +88,5 @@ def result_of(attempt: Attempt, ended: EpisodeEnd, turns: list[tuple[Any, Turn]]
         turns=records,
         answers=attempt.history.answers_in_order,
         num_resumed=len(attempt.history.resumed),
-        is_anew=attempt.history.is_anew,
+        is_restart=attempt.history.is_restart,
     )

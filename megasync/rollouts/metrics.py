@@ -127,7 +127,7 @@ def episode_metrics(played: Sequence[EpisodeResult]) -> dict[str, float]:
         "episode/dropped": float(sum(one.is_dropped for one in played)),
         "episode/prefix_hits": sum(one.num_held for one in played) / max(sum(one.num_prompt for one in played), 1),
         "episode/resumed": float(sum(one.num_resumed > 0 for one in played)),
-        "episode/restarted": float(sum(one.is_anew for one in played)),
+        "episode/restarted": float(sum(one.is_restart for one in played)),
         "episode/tool_share": sum(one.tool_seconds for one in played) / max(sum(one.seconds for one in played), 1e-9),
     }
     keys = {name: f"episode/{name}" if f"episode/{name}" not in found else f"episode/{name}{RETURNED}" for name in own}

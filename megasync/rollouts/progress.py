@@ -30,7 +30,8 @@ OF_EPISODES = (
     *("metrics", "info"),
 )
 OF_BRANCHES = ("log_probs", "weight_versions", "finish_reason", "routed_experts", "support")
-RECORDED = ("turns", "answers", "num_resumed", "is_anew")
+RECORDED = ("turns", "answers", "num_resumed")
+RESTART = "is_anew"  # in the file, of `is_restart`
 FILE = "rollouts.npz"
 FINISH_REASONS = ("stop", "length")
 UNREADABLE = (  # what NumPy and `unpacked` raise of a file that another version wrote, or that is cut off
@@ -136,7 +137,10 @@ def _of_episodes(done: Sequence[Completion | EpisodeResult]) -> dict[str, Any]:
     played = [one for one in done if isinstance(one, EpisodeResult)]
     if not played:
         return {}
-    texts = [json.dumps({name: getattr(one, name) for name in (*OF_EPISODES, *RECORDED)}).encode() for one in played]
+    texts = [
+        json.dumps({name: getattr(one, name) for name in (*OF_EPISODES, *RECORDED)} | {RESTART: one.is_restart}).encode()
+        for one in played
+    ]
     branches = [branch for one in played for branch in one.branches]
     return {
         "num_branches": np.array([len(one.branches) for one in played], np.int64),
@@ -160,7 +164,7 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Episod
         fields = json.loads(text[begin:end])
         fields["turns"] = tuple(TurnRecord(*row)._replace(stop=tuple(row[-1])) for row in fields["turns"])
         fields["answers"] = tuple(EnvironmentAnswer(*row) for row in fields["answers"])
-        yield EpisodeResult(tuple(branches[place : place + number]), **fields)
+        yield EpisodeResult(tuple(branches[place : place + number]), is_restart=fields.pop(RESTART), **fields)
         place += number
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.generation import Completion
+from engine.algorithm import GROUPED
 from engine.batch.batch import SampleTable
-from engine.config import GROUPED, is_own
+from engine.config import is_own
 from engine.objective.advantages import is_group_worth_training
 from engine.sample import Sample
 from megasync.data.data import Example

@@ -126,7 +126,7 @@ FAR_BUSIER = 2.0  # times the tokens of the least busy replica, and a prompt's m
 
 
 def choose_for_turn(
-    loads: Mapping[int, Load], held_by: int | None, num_held: int, limit: int | None, far_busier: float = FAR_BUSIER
+    loads: Mapping[int, Load], held_by: int | None, num_held: int, limit: int | None
 ) -> int | None:
     """The replica for a sample whose prompt begins with `num_held` tokens in the cache of `held_by`; None: no room.
 
@@ -138,7 +138,7 @@ def choose_for_turn(
         return least
     own = loads[held_by]
     has_room = limit is None or own.samples == 0 or own.samples + 1 <= limit
-    return held_by if has_room and own.tokens <= far_busier * loads[least].tokens + num_held else least
+    return held_by if has_room and own.tokens <= FAR_BUSIER * loads[least].tokens + num_held else least
 
 
 def choose_batch(

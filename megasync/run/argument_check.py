@@ -21,6 +21,7 @@ def main() -> int:
     config = replica_config(load_config(sys.argv[1], []))
     os.environ |= api.environment(cuda=bool(visible_devices()))
     engine_args, _ = api.import_engine()
+    api.choose_layers(config)
     try:
         engine_args(**api.engine_arguments(config)).create_engine_config()
     except (TypeError, ValueError, NotImplementedError) as error:

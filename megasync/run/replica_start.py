@@ -175,13 +175,14 @@ def _beside_config(config: Config, key: str, path: str, own: ReplicaKeys) -> Rep
 def replica_config(config: Config) -> ReplicaConfig:
     """For each replica: keys of `rollout` by their own names, and what other sections decide."""
     rollout, lora = config.rollout, config.engine.lora
-    names = {field.name for field in fields(ReplicaConfig)} & RolloutConfig.model_fields.keys()
+    names = {field.name for field in fields(ReplicaConfig)} & RolloutConfig.model_fields.keys() - {"dtype"}
     return ReplicaConfig(
         **{name: getattr(rollout, name) for name in names},
         model_path=str(Path(config.model.path).resolve()),
         gpus_beside=num_teacher_gpus(config),
         dtype=config.model.dtype,
         head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,
+        is_fp8=rollout.dtype == "fp8",
         is_deterministic=config.run.deterministic,
         is_exact=config.model.exact,
         recomputes_cache=rollout.cache_on_update == "recompute",

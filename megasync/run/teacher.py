@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from bridge.versions.reader import VersionReader
-from engine.config import TeacherObjective
+from engine.algorithm import TeacherObjective
 from engine.teacher import TeacherChoice
 from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config

@@ -14,6 +14,7 @@ import torch
 
 from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.export.exporter import Exporter, Position
+from bridge.export.fp8 import QuantisedSource
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_tensor
 from bridge.replicas.pool import ReplicaPool
@@ -70,13 +71,18 @@ class Weights:
 
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
-    """Of whole weights, with adapters merged, or of the adapters alone. `pool`: rank 0's."""
+    """Of whole weights, with adapters merged, or of the adapters alone; quantised by `rollout.dtype`. `pool`: rank 0's."""
     ipc = config.sync.model_copy(update={"transport": "ipc"})
     sync = ipc if uses_ipc(config) else config.sync  # auto: the publisher chooses by the hosts of the ranks and the replicas
     if isinstance(source, AdapterSource):
         return Publisher(source, pool, source.sync_config(sync), control_group(), adapter=source.spec)
     log = (config.run.folder / VERSIONS).resolve() if config.sync.log == "deltas" else None
-    return Publisher(source, pool, sync, control_group(), log=log)
+    return Publisher(as_served(source, config), pool, sync, control_group(), log=log)
+
+
+def as_served(source: WeightSource, config: Config) -> WeightSource:
+    """What replicas get of a source of whole weights."""
+    return QuantisedSource(source) if config.rollout.dtype == "fp8" else source
 
 
 def uses_ipc(config: Config) -> bool:

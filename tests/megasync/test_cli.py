@@ -200,7 +200,7 @@ def test_every_range_holds_what_its_lock_pins(lane: str) -> None:
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), requirement
 
 
-OURS = {"exact", "engine", "bridge", "megasync"}
+OURS = {"exact", "engine", "bridge", "megasync", "model_folder"}
 
 
 def test_every_package_that_is_imported_is_declared() -> None:

@@ -112,8 +112,17 @@ def test_a_cut_off_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     path = folder / "model.safetensors"
     os.truncate(path, path.stat().st_size - 4)
     text = complaint(capsys, tmp_path / "run", "--to", tmp_path / "model")
-    assert "cut off, or not a safetensors file" in text
+    assert "cut off, or not a safetensors file" in text and "--step" in text.partition("remedy:")[2]
     assert not (tmp_path / "model").exists()
+
+
+def test_a_cut_off_adapter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = adapter_run(tmp_path, "qwen3", "float32", target_modules=["q_proj"])
+    path = run / "checkpoints" / "step_00000003" / "adapter" / "adapter_model.safetensors"
+    os.truncate(path, path.stat().st_size - 4)
+    for flag in ("--merge", "--adapter"):
+        text = complaint(capsys, run, "--to", tmp_path / "model", flag)
+        assert str(path.name) in text and "--step" in text.partition("remedy:")[2] and "hf download" not in text
 
 
 def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ r"""The answer in a response: which part of a text counts, whatever form it has.
     read_answer(r"<think>6*7 = 42</think> So it is \boxed{17}.")      # "17"
     read_answer("<think>6*7 = 42")                                    # None
 
-Leaves out what an answer means: times, units, bases and formulas (equal.py). No torch in here.
+Leaves out the value among words (last_value.py), and what an answer means: times, units, bases and formulas (equal.py). No torch
+in here.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from __future__ import annotations
 import json
 import re
 
+from megasync.rewards.answers.last_value import DENIED, MATH, MONTHS, NOT_EQUAL, last_value, unmarked
 from megasync.rewards.answers.tidy import ASIDE
-from megasync.rewards.answers.units import canonical, is_unit
+from megasync.rewards.answers.units import canonical
 
 THINKING = re.compile(
     r"(?P<open><think(?:ing)?>|<reasoning>|<thought>|\[THINK\]|◁think▷|<seed:think>|<\|START_THINKING\|>|<\|begin_of_thought\|>"
@@ -72,74 +74,20 @@ SENTENCE_END = re.compile(
     r"|(?<=\S),?\s(?:or|that is|i\.e\.)?,?\s?(?:approximately|about|roughly)\s"
 )
 DISPLAY = re.compile(r"\$\$([^$]{1,2000})\$\$|\\\[(.{1,2000}?)\\\]", re.DOTALL)
-MARKDOWN = re.compile(
-    r"(?<![\w)*])(?:(\*{1,3})(?=\S)([^*\n]{1,2000}?)(?<=\S)\1|(__?)(?=\S)([^*_\n]{1,2000}?)(?<=\S)\3)(?![\w(*])"
-)
 BOLD = re.compile(r"([^*]*)\*\*([^*]+)(?<!:)\*\*([^*\d\\=$]*)")  # the one value of a line in bold, and nothing like it behind
-GIVEN_TIME = re.compile(  # behind a number, as in "45 miles from home at the end of those 4 hours"
-    r"(\d.{0,200}) (?:after|in|of|over|during|for|within) (?:the|those|these|all) \d+"
-    r" (?:second|minute|hour|day|week|month|year)s\b"
-)
-HALF_DAY = re.compile(r"[ap]\.?m", re.IGNORECASE)
-HTML = re.compile(r"</?[a-z][a-z_]{0,15}\s{0,3}/?>|~~[^~\n]{1,200}~~", re.IGNORECASE)
 JSON_ANSWER = re.compile(
     r'"(?:(?:final[_ ]?)?answer|result)"\s{0,9}:\s{0,9}("(?:[^"\\\n]|\\.){0,999}"|[^",{}\n]{1,999})',
     re.IGNORECASE,
 )
 SINGLE_BACKSLASH = re.compile(r"(?<!\\)(?:\\\\)*\\[A-Za-z]{2}(?<!\\u[0-9a-fA-F])")  # of LaTeX; one letter, as in \\n, is JSON's
-CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
-CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
-IN_CJK = re.compile(f"[{CJK}]")
-TOKEN = re.compile(
-    r"\$\d[\d,]*(?:\.\d+)?(?=[\s.,;:!?)*]|\Z)|\$\$[^$]{1,500}\$\$|\$[^$\n]{1,500}\$\S{0,20}|\\\(.{1,500}?\\\)\S{0,20}|\\\[.{1,500}?\\\]"
-    r"|[(\[](?![^()\[\]]{0,200}[A-Za-z]{3})[^()\[\]\n]{1,200}[)\]]\S{0,20}|\S+"
-)
-WORD = re.compile(r"[^\W\d_]{2,}")
-SCRIPT = re.compile("[\u0400-\u1fff\u3040-\u30ff\uac00-\ud7af]")  # no formula's letters: Cyrillic, Arabic, Hangul, ...
-HIDDEN = re.compile(r"\$[^$\n]{1,500}\$|\\(?:text|mbox|mathrm|textbf|operatorname)\s?\{[^{}]{0,200}\}|\\[A-Za-z]+|\{[a-z]+\}")
-FUNCTION_WORDS = frozenset(
-    re.split(
-        " ",
-        "is are was were be been so the we get gets have has had there that this it makes make gives give thus therefore hence"
-        " then he she they his her their my our you your in which must will would can",
-    )
-)
-PREFACE = re.compile(
-    r"[^\d$\\]*(?<![^\W\d_])(?:[^\W\d_]{2,}:\s|[^\W\d_]+\s(?:[^\W\d_]{2,}|[èéà])\s+[-$\\(\d]"
-    r"|[^\W\d_]{3,}\s\d[\d,.]*\s[^\W\d_]{3,}|[^\W\d_]{2,}(?:[\s-][^\W\d_]+)*,\s\$)"
-)  # "Total: 5", "I got 5"
-MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 OPENING_WORD = re.compile(  # of a text that is more than a value
     rf"[\W_]*(?!(?:{MONTHS}|yes|all|any|every|both|no|not|at|more|less|between|base|minus|negative|infinitely|sin|cos|tan|log|ln|exp"
     r"|text|frac|sqrt|boxed|left|begin|pi|binom|room|day|option|choice|case)\b)(?<!\\)(?<!\$)[^\W\d_]{3,}(?![\w(])[^=\n]*\s",
     re.IGNORECASE,
 )
-MATH = re.compile(r"[\d\\=^√≈π∞±≤≥<>∪]|\$.+\$")
-CJK_SENTENCE = re.compile(r"\A(?:所以|因此|故|综上|该|这)|。\Z")
 BASE_AFTER_BOX = re.compile(r"_\{?\d+\}?")
 UNIT_AFTER_BOX = re.compile(r"\$?\s{0,3}(?:\\text\s?\{\s?)?([A-Za-z]+)\}?\$?\s{0,3}(?=[.,;!?\n]|\Z)")
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
-OPERATOR = re.compile(r"[-+*/=<>^≈≤≥≠±×÷·−∪%]+")
-VARIABLE = re.compile(r"[A-Za-z]\w?|\([a-z](?:,\s?[a-z])+\)")
-CONNECTOR = frozenset({"and", "or", "&", "和", "或", "und", "oder", "et", "ou", "y", "e", "и", "или"})
-NOT_EQUAL = re.compile(
-    r"(?:\b(?:not|never|nor|cannot|\w+n't|pas|nicht|kein|não|не|nie|niet|değil)(?:\s\w+){0,2}|\b(?:than|least|most|below|above|under|over|als"
-    r"|plus de|moins de|más de|menos de|mais de|более|менее|больше|меньше)"
-    r"|(?:不[是为到能]|不可能是?|不会是|不等于|并非|[小大]于|超过))\Z",
-    re.IGNORECASE,
-)
-NEGATION = re.compile(r"\b(?:not|never|neither|either|nor|(?<!is )(?<!are )(?<!has )(?<!have )no)\s|n't\b")
-SUBJECT = re.compile(  # up to what a Chinese sentence says of it
-    "\\A.*(?:是|为|在|(?<!没)有|说法|命题|结论|直线|平面|函数|数列|方程)(?=[\u4e00-\u9fff①-⑳A-H])(?=[^不非无未])"
-)
-CJK_SAID = re.compile("(?<![不定能会非])[是为]([\u4e00-\u9fff]{2,})\\Z")
-DENIED = re.compile(r"(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|不[是对])", re.IGNORECASE)
-CLAUSE = re.compile(
-    r"(?<=[\d}$)a-z])[,，]\s*(?:此时|当|其中|(?:attained|achieved|reached|occurring|when|since|because|with equality"
-    r"|as (?:desired|claimed|required|wanted|expected))\b).*"
-)
-FRAME = re.compile(r"\\[\[\]]|\\(?:begin|end)\{[a-z]+\*?\}|\$\$")
-YES_NO = re.compile(r"(?:\\text\s?\{)?(yes|no|true|false)(?=\s?[,.;:!–—])", re.IGNORECASE)
 NOT_BUT = re.compile(r"\bnot\s[^.\n]{1,40}?\sbut\s(?:rather\s)?|不是[^。\n]{1,20}?而是", re.IGNORECASE)
 COMMENT = re.compile(  # how a last paragraph begins that only comments
     r"\W*(?:(?:note|explanation|verification|check|remark|justification|reason|注|说明|检验|验证|解析)[*_]*[:：]"
@@ -196,7 +144,7 @@ def _last_tagged(text: str) -> tuple[str | None, bool]:
 
 def _untagged(text: str) -> str:
     if (final := FINAL_LINE.fullmatch(text.rpartition("\n")[2])) is not None:
-        return _value(_last_boxes(final[1])[0] or _last_phrase(final[1]) or final[1])
+        return last_value(_last_boxes(final[1])[0] or _last_phrase(final[1]) or final[1])
     boxed, is_there = _last_boxes(text)
     if is_there:
         return _untagged(boxed) if boxed else ""
@@ -208,7 +156,7 @@ def _untagged(text: str) -> str:
         text = head
     text = re.sub(r"(?<=[.!?])\s\([A-Z][^()]*[.!]\)\Z", "", text)
     text = NOT_BUT.sub("", ASIDE.sub("", text))
-    return _last_phrase(text) or _last_bold(text) or _value(text, is_prose=OPENING_WORD.match(text) is not None)
+    return _last_phrase(text) or _last_bold(text) or last_value(text, is_prose=OPENING_WORD.match(text) is not None)
 
 
 def _last_boxes(text: str | None) -> tuple[str | None, bool]:
@@ -253,7 +201,7 @@ def _last_phrase(text: str) -> str:
     phrases = [mark for mark in PHRASE.finditer(text) if mark.start() not in within_json]
     for mark in sorted([*of_json, *phrases], key=re.Match.start, reverse=True):
         if mark.re is JSON_ANSWER:
-            return _value(_json_value(mark[1]))
+            return last_value(_json_value(mark[1]))
         if re.search(r"\bnot\b|n't\b|cannot|never", mark[0]):
             continue
         begin = AFTER_PHRASE.match(text, mark.end()).end()  # type: ignore[union-attr]
@@ -265,7 +213,7 @@ def _last_phrase(text: str) -> str:
             continue
         found = unmarked(rest[:end])
         if found and not NO_VALUE.match(found):
-            return _value(found)
+            return last_value(found)
     chosen = CHOSEN.findall(text)
     return chosen[-1] if chosen else ""
 
@@ -286,88 +234,4 @@ def _last_bold(text: str) -> str:
     if bold is None or NOT_EQUAL.search(bold[1].rstrip()) or DENIED.match(bold[3].strip()):
         return ""
     is_said = re.search(r"\b(?:is|are|was|be|on|has|have)(?: an?)? \Z|[是为的]\s?\Z", bold[1]) is not None
-    return _value(bold[2]) if is_said or MATH.search(bold[2]) else ""
-
-
-def unmarked(text: str) -> str:
-    """Without the marks of Markdown and HTML for bold, italic and code, and white space around it."""
-    text = re.sub(r"\A\s*>\s(?=\*)", "", HTML.sub(" ", text).replace("`", ""))
-    for _ in range(3):
-        text = MARKDOWN.sub(r"\2\4", text)
-    text = re.sub(r"\A\s*(?:#{1,6}\s|[a-z]\)\s(?=[-\d$\\])|>\s(?!\d)|\*\*|__)", "", text)
-    return re.sub(r"(?<=\S)\*\*(?=\s|\Z)|\*\*\s*\Z|(?<=[.。])\*+\s*\Z", "", text).strip()
-
-
-def _value(text: str, *, is_prose: bool = False) -> str:
-    """The text itself where it is nothing but a value, else the last value in it."""
-    text = CLAUSE.sub("", unmarked(text))
-    words = [word.lower() for word in WORD.findall(HIDDEN.sub(" ", text))]
-    is_sentence = len(words) > 6 or not FUNCTION_WORDS.isdisjoint(words) or PREFACE.match(text) or CJK_SENTENCE.search(text)
-    is_prose = (is_prose and MATH.search(text) is not None) or "\n" in text or bool(is_sentence)
-    num_cjk = len(IN_CJK.findall(re.sub("[或和与且]", "", text)))
-    is_foreign = num_cjk > (4 if re.match(r"[-\d\\$.]", text) else 0) or SCRIPT.search(text) is not None
-    is_cjk_prose = re.search(r"\d", text) is not None and is_foreign
-    if not re.search(r"\d", text) and (said := YES_NO.match(text)):
-        return said[1]
-    if not (is_prose or is_cjk_prose) or ("\\begin" in text and not words):
-        return text
-    for line in reversed(text.splitlines()):
-        sentences = re.split(r"(?<=[^\s\d])[.!?]\s+(?!\\\])|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
-        for sentence in reversed(sentences):
-            if not MATH.search(sentence) or FRAME.fullmatch(sentence):
-                continue
-            if (said := CJK_SAID.search(sentence)) is not None and not re.search(r"\d", sentence):
-                return said[1]
-            if found := _last_group(sentence):
-                return found
-    return _last_words(text)
-
-
-def _last_words(text: str) -> str:
-    """Of a text without numbers: what the last line says that something is."""
-    line = re.sub(r"(?i)\A(?:therefore|thus|hence|so|then|finally),?\s+", "", text.splitlines()[-1].strip())
-    if re.search("[\u4e00-\u9fff]", line):
-        said = SUBJECT.sub("", line)
-        return (line if re.search("[不非没未无否]", line[: len(line) - len(said)]) else said).rstrip("的。")
-    if NEGATION.search(line):
-        return line
-    if len(line.split()) > 3:
-        return re.sub(r"\A.*\b(?:is|are|has|have|on(?: an?)?)\s(?!not\b)", "", line)
-    return re.sub(r"\A(?:The|This) \w+ (?=[a-z]+s\b)", "", line)  # The series diverges
-
-
-def _last_group(sentence: str) -> str:
-    """The last run of numbers, formulas and operators among words, with its unit, and what "and" or "or" joins to it."""
-    tokens = TOKEN.findall(CJK_EDGE.sub(" ", GIVEN_TIME.sub(r"\1", sentence)))
-    cores = [token.strip("*`\"'.,;:!?।،") for token in tokens]
-    strong = [MATH.search(core) is not None for core in cores]
-    end = next((place + 1 for place in reversed(range(len(tokens))) if strong[place]), 0)
-    begin = end
-    while begin > 0:
-        core = cores[begin - 1]
-        if begin < end and re.search(r"\w:\Z", tokens[begin - 1]):
-            break  # Step 3: 3*4 = 12
-        if strong[begin - 1] or OPERATOR.fullmatch(tokens[begin - 1]):
-            begin -= 1
-        elif core.lower() in CONNECTOR and begin > 1 and (joined := _joined(strong, begin - 2)) is not None:
-            begin = joined
-        else:
-            break
-    if 0 < begin < end and cores[begin - 1] in MONTHS.split("|"):
-        begin -= 1
-    if 0 < begin < end and OPERATOR.fullmatch(tokens[begin]) and VARIABLE.fullmatch(tokens[begin - 1]):
-        begin -= 1  # x ≠ 1
-    while end < len(tokens) and (
-        is_unit(cores[end]) or HALF_DAY.fullmatch(cores[end]) or (IN_CJK.match(cores[end]) and end == begin + 1)
-    ):
-        end += 1
-    group = " ".join(tokens[begin:end])
-    before = cores[begin - 1].lower() if begin else ""
-    if NOT_EQUAL.search(" ".join(cores[max(0, begin - 3) : begin])) or DENIED.match(" ".join(tokens[end : end + 2])):
-        return sentence.strip()
-    return f"-{group}" if before in {"minus", "negative"} else group
-
-
-def _joined(strong: list[bool], place: int) -> int | None:
-    """Where the value begins whose last token is at `place`, or a word or two before it, as in "3 apples and 4"."""
-    return next((first for first in range(place, max(place - 3, -1), -1) if strong[first]), None)
+    return last_value(bold[2]) if is_said or MATH.search(bold[2]) else ""

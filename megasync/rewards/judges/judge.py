@@ -149,10 +149,6 @@ class Judges:
             judge.counts.clear()
         return found
 
-    @property
-    def are_open(self) -> bool:
-        return bool(self._judges)
-
     async def close(self) -> None:
         judges, self._judges = self._judges, {}
         async with AsyncExitStack() as ends:

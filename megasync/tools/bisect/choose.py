@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import PLAIN_FAMILIES, LoraConfig
-from engine.folder import read_model_type
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.models.folder import check_model_folder, is_vision_language, model_fields
 from megasync.report.log import CONFIG_FILE
-from megasync.tools.export.command import checkpoints_of
+from megasync.tools.export.find import checkpoints_of
 from megasync.tools.serving.source import find_source
+from model_folder.layout import read_model_type
 
 
 @dataclass(frozen=True)

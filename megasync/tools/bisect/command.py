@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import DTYPE_BYTES, ParallelConfig
-from megasync.checks.sizes import cache_errors
+from megasync.checks.served_sizes import cache_errors
 from megasync.config.errors import main_errors, refuse
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts

@@ -22,10 +22,10 @@ from safetensors import safe_open
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from bridge.layout.manifest import weight_files
 from engine.attention.windows import layer_windows
 from megasync.tools.bisect.side import Side
 from megasync.tools.bisect.sites import Operation, Site, layer_of, sites_of
+from model_folder.files import read_header, weight_files
 
 Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]  # A, B and the scale of each linear's adapter
 RESULT_ROUNDINGS, SUM_ROUNDINGS = 4.0, 16.0
@@ -59,10 +59,9 @@ class Weights:
         self._files: dict[str, dict[str, Path]] = {}  # of a module's tensors
         self._latest: tuple[str, dict[str, torch.Tensor]] = "", {}  # all sides use a module one after the other
         for path in weight_files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no dict
-                    module, _, tensor = name.rpartition(".")
-                    self._files.setdefault(module, {})[tensor] = path
+            for each in read_header(path)[0]:
+                module, _, tensor = each.key.rpartition(".")
+                self._files.setdefault(module, {})[tensor] = path
 
     def __contains__(self, module: str) -> bool:
         return module in self._files

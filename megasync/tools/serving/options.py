@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megasync.checks.data import check_data, check_engine_arguments
 from megasync.checks.exact import exact_errors
-from megasync.checks.sizes import cache_errors, check_cache_memory, served_errors
+from megasync.checks.served_sizes import cache_errors, check_cache_memory, served_errors
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from megasync.config.errors import refuse, refuse_if
 from megasync.config.schema import Config
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 TRAINING_KEYS = (  # and those below them; where weights are served and not trained they have no effect
     *("algorithm", "checkpoint", "run.steps", "run.name", "run.dir", "sync", "data.train", "data.split", "data.batch_size"),
-    *("data.shuffle", "engine.optimizer", "engine.parallel", "engine.wrap", "engine.lora", "engine.recompute"),
+    *("data.shuffle", "engine.optimizer", "engine.parallel", "engine.wrap", "engine.lora", "engine.recompute", "teacher"),
     *("rollout.placement", "rollout.offload_trainer", "rollout.max_staleness", "rollout.on_update", "rollout.cache_on_update"),
-    *("rollout.record", "rollout.evaluate_every_steps", "rollout.evaluate_at_start"),
+    *("rollout.dtype", "rollout.record", "rollout.evaluate_every_steps", "rollout.evaluate_at_start"),
 )
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasync.config.schema import Config
+from model_folder.layout import read_places
 
 if TYPE_CHECKING:
     from bridge.export.source import Part
     from bridge.layout.manifest import Manifest
     from bridge.layout.regions import Copy
     from bridge.replicas.pool import ReplicaPool
-    from engine.folder import Place
 
 
 @contextmanager
@@ -64,29 +64,19 @@ class FolderSource:
 
         if self._manifest is None:
             dtypes = {spec.name: spec.dtype for spec in read_folder_manifest(self.folder).tensors}
-            self._manifest = Manifest(
-                tuple(TensorSpec(name, dtypes[place.key], place.shape) for name, place in self._places().items())
-            )
+            own = read_places(self.folder).items()
+            self._manifest = Manifest(tuple(TensorSpec(name, dtypes[place.key], place.shape) for name, (_, place) in own))
             wholes = {spec.name: contiguous(math.prod(spec.shape)) for spec in self._manifest.tensors}
             self._copies = {name: [(Copy(whole, name, whole),)] for name, whole in wholes.items()}
         return self._manifest
-
-    def _places(self) -> dict[str, Place]:
-        from bridge.layout.manifest import read_folder_manifest
-        from engine.folder import places, read_inside
-
-        shapes = {spec.name: spec.shape for spec in read_folder_manifest(self.folder).tensors}
-        return places(shapes, read_inside(self.folder))
 
     def parts(self) -> Iterator[Part]:
         from safetensors import safe_open
 
         from bridge.export.source import Part
-        from bridge.layout.manifest import weight_files
-
+        own = read_places(self.folder)
         with ExitStack() as opened:
-            files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(self.folder)]
-            file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - the file is no dict
-            places = self._places()
+            files = {path: opened.enter_context(safe_open(path, framework="pt")) for path in {path for path, _ in own.values()}}
             for name, copies in self._copies.items():
-                yield Part(copies, {name: places[name].read(file_of[places[name].key]).reshape(-1)})
+                path, place = own[name]
+                yield Part(copies, {name: place.read(files[path]).reshape(-1)})

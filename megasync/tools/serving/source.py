@@ -15,22 +15,16 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from engine.config import DTYPE_BYTES, AlgorithmConfig, LoraConfig
+from engine.algorithm import AlgorithmConfig
+from engine.config import DTYPE_BYTES, LoraConfig
 from megasync.config.errors import ConfigError, nearest_name, refuse_if
 from megasync.config.files import VERSIONS
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.models.folder import check_model_folder, read_json_object
 from megasync.report.log import CONFIG_FILE
-from megasync.tools.export.command import (
-    checkpoints_of,
-    export_version,
-    hold,
-    hold_weights,
-    merge_base,
-    release,
-    run_and_step,
-)
+from megasync.tools.export.command import export_version, merge_base
+from megasync.tools.export.find import checkpoints_of, hold, hold_weights, release, run_and_step
 
 HF, ADAPTER = "hf", "adapter"
 
@@ -198,8 +192,8 @@ def _config_for(folder: Path, scratch: Path, overrides: list[str]) -> Config:
 
 
 def to_serve(config: Config, weights: Path) -> Config:
-    """Whole weights, on GPUs of their own, with nothing of the training."""
-    rollout = {"placement": "separate", "max_staleness": 0, "on_update": "drain"}
+    """Whole weights in model.dtype, on GPUs of their own, with nothing of the training."""
+    rollout = {"dtype": "model", "placement": "separate", "max_staleness": 0, "on_update": "drain"}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": str(weights)}),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.config import ADVANTAGES, LOSSES
+from engine.algorithm import ADVANTAGES, LOSSES
 from megasync.checks import check
 from megasync.checks.check import check_config
 from megasync.checks.unused import NOTED, REFUSED, unused_keys

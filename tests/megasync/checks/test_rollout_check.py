@@ -57,7 +57,7 @@ def test_placements_that_cannot_be(runnable: Path) -> None:
         ("worker_extension_cls=a.B", "leave"),
         ("logprobs_mode=raw_logprobs", "leave"),
         ("pipeline_parallel_size=2", "leave"),
-        ("quantization=fp8", "leave"),
+        ("quantization=fp8", "write rollout.dtype instead"),
         ("max_num_batched_tokens=many", "write a value of that kind"),
         ("async_scheduling=1", "write a value of that kind"),
         ("stream_interval=true", "write a value of that kind"),
@@ -76,6 +76,12 @@ def test_vllm_itself_is_asked_before_a_check_says_that_it_can_run(runnable: Path
     check_config(config, 2)
     with pytest.raises(ConfigError, match=r"max_num_batched_tokens\): vLLM refuses them\n  vllm says: [\s\S]*1280"):
         ask_vllm(config)
+
+
+@pytest.mark.parametrize("layers", [["model.exact=true"], ["rollout.dtype=fp8", "model.dtype=bfloat16"]])
+def test_vllm_is_asked_about_layers_of_ours(runnable: Path, layers: list[str]) -> None:
+    arguments = ["rollout.max_model_len=1280", "rollout.engine_arguments.max_num_batched_tokens=4096"]
+    ask_vllm(load_config(runnable, [*layers, *arguments]))
 
 
 def test_arguments_of_vllm(runnable: Path) -> None:

@@ -159,10 +159,12 @@ def test_replicas_are_started_with_what_the_config_says() -> None:
         engine_arguments={"max_num_batched_tokens": 64}, on_update="restart", start_timeout_seconds=7, answer_timeout_seconds=8,
     )  # fmt: skip
     started = replica_config(Config(rollout=chosen, run=RunConfig(seed=3)))
-    names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)}
+    names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)} - {"dtype"}
     assert {name: getattr(started, name) for name in names} == {name: getattr(chosen, name) for name in names}
     assert all(getattr(chosen, name) != getattr(RolloutConfig(), name) for name in names)
-    assert started.seed == 3 and not started.detokenizes
+    assert started.seed == 3 and not started.detokenizes and not started.is_fp8 and started.serves_folder
+    quantised = replica_config(Config(rollout=RolloutConfig(dtype="fp8")))
+    assert quantised.dtype == "bfloat16" and quantised.is_fp8 and not quantised.serves_folder
     assert replica_config(Config(rollout=RolloutConfig(stop=("x",)))).detokenizes
 
 

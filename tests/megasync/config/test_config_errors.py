@@ -358,6 +358,15 @@ def test_an_override_that_is_not_utf_8_is_named(empty: Path) -> None:
         assert message.startswith(f"{override!a}: not in UTF-8") and "remedy:" in message
 
 
+@pytest.mark.parametrize(
+    ("override", "key"), [("teacher.path={math: 5}", "teacher.path.math"), ("teacher.path=[1]", "teacher.path")]
+)
+def test_a_value_below_a_chosen_name_is_refused_by_its_full_key(empty: Path, override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(empty, [override])
+    assert caught.value.key == key
+
+
 # ------------------------------------------------------------------------------------------------------------- paths
 
 

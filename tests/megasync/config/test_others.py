@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import PRESETS, AlgorithmConfig
+from engine.algorithm import PRESETS, AlgorithmConfig
 from megasync.config import others
 from megasync.config.keys import nearest_key
 from megasync.config.load import load_config

@@ -93,7 +93,7 @@ def test_limits_and_failures_are_those_of_one_node(cluster: None, folder: str) -
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_lost_actor_costs_its_episodes_another_start(cluster: None, folder: str, kind: signal.Signals) -> None:
-    """They begin anew, and what they had sampled answers their turns: no token is sampled twice, and nobody is to blame."""
+    """They start again, and what they had sampled answers their turns: no token is sampled twice, and nobody is to blame."""
     good, replica, lost = [f"good {2.0 + number / 100}" for number in range(8)], Replica(), list[psutil.Process]()
 
     def on_parents(actor: int) -> None:

@@ -141,7 +141,7 @@ def test_what_it_prints_and_starts_is_no_matter_of_others(side_by_side: Reported
 
 @pytest.mark.parametrize(("kind", "what"), [("dies", "SIGKILL"), ("holds", "took longer"), ("swallows", "took longer")])
 def test_whoever_takes_its_process_down_is_to_blame_alone(folder: str, kind: str, what: str) -> None:
-    """Those beside it begin anew in another one, and what they had sampled answers their turns: no token is sampled twice."""
+    """Episodes beside it start again in another one, and what they had sampled answers their turns: no token is sampled twice."""
     good, replica = [f"good {1.0 + number / 100}" for number in range(8)], Replica()
     pool = pool_of(folder, episode_timeout_seconds=2.5)
     reported = play(pool, [*good, kind], replica)

@@ -1,4 +1,4 @@
-"""Episodes that go on from what a checkpoint has of them, in real processes: by their state, by the same actions, or anew.
+"""Episodes that go on from a checkpoint, in real processes: by their state, by the same actions, or from the start.
 
 python -m pytest tests/megasync/episodes/test_going_on.py
 """
@@ -78,22 +78,22 @@ def test_an_environment_with_a_state_goes_on_where_it_was(folder: str) -> None:
     ended, asked = play(folder, "StatefulWalk", history)
     assert ended is not None and ended.failure is None, ended
     assert (ended.reward, ended.metrics["calls"], [one.turn for one in asked]) == (3.0, 1.0, [2])
-    assert (history.resumed, history.is_anew, len(history.answers)) == ({0, 1}, False, 4)
+    assert (history.resumed, history.is_restart, len(history.answers)) == ({0, 1}, False, 4)
 
 
 def test_one_without_takes_the_same_actions_again(folder: str) -> None:
     history = half(folder, "Walk")
     ended, asked = play(folder, "Walk", history)
     assert ended is not None and (ended.reward, ended.metrics["calls"], [one.turn for one in asked]) == (3.0, 4.0, [2])
-    assert (history.resumed, history.is_anew) == ({0, 1}, False)
+    assert (history.resumed, history.is_restart) == ({0, 1}, False)
 
 
-def test_one_that_answers_otherwise_begins_anew(folder: str) -> None:
+def test_one_that_answers_differently_starts_again(folder: str) -> None:
     history = half(folder, "Walk")
     Walk.switch.touch()
     ended, asked = play(folder, "Walk", history)
     assert ended is not None and ended.failure is None and [one.turn for one in asked] == [0, 1, 2]
-    assert (ended.reward, ended.kept, history.resumed, history.is_anew) == (3.0, (0, 1, 2), set(), True)
+    assert (ended.reward, ended.kept, history.resumed, history.is_restart) == (3.0, (0, 1, 2), set(), True)
     assert len(history.answers) == 4 and [one.value[0] for one in history.answers_in_order[1:]] == ["0"] * 3
 
 
@@ -102,16 +102,16 @@ def test_a_tools_answer_comes_again_where_it_is_kept(folder: str) -> None:
     former = [one.value for one in history.answers_in_order]
     ended, asked = play(folder, "chance", history)
     assert ended is not None and ended.info["reported"][:NUM_ENDED] == former and [one.turn for one in asked] == [2]
-    assert (history.resumed, history.is_anew) == ({0, 1}, False)
+    assert (history.resumed, history.is_restart) == ({0, 1}, False)
 
 
 def test_a_tool_that_is_called_again_may_say_something_else(folder: str) -> None:
-    """Turns before it answer again, those after it are sampled anew."""
+    """Turns before it answer again, those after it are sampled again."""
     history = half(folder, "chance")
     history.answers.clear()
     ended, asked = play(folder, "chance", history)
     assert ended is not None and ended.failure is None and [one.turn for one in asked] == [1, 2]
-    assert (history.resumed, history.is_anew) == ({0}, True)
+    assert (history.resumed, history.is_restart) == ({0}, True)
 
 
 def test_a_tool_whose_arguments_json_does_not_have_is_called_again() -> None:

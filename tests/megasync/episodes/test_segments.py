@@ -24,7 +24,7 @@ def prefix(ids: list[int], of: list[int]) -> bool:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[tuple[list[int], Turn]]:
-    """Requests: some continue an earlier one, some fork from it, some change its past, some begin anew."""
+    """Requests: some continue an earlier one, some fork from it, some change its past, some start from nothing."""
     requests: list[tuple[list[int], Turn]] = []
     num_sampled = 0
     for number in range(draw(st.integers(1, 12))):

@@ -25,6 +25,9 @@ JOB = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "2
         ({}, 2, False),
         (JOB, 2, False),
         ({"WORLD_SIZE": "8"}, None, False),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None, False),  # of sbatch
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None, False),
+        (WHOLE | {"SLURM_STEP_NUM_TASKS": "2"}, None, True),
         (WHOLE, None, True),
         (WHOLE, 2, True),
     ],
@@ -42,6 +45,7 @@ def test_a_rank_has_all_of_the_variables(environment: dict[str, str], nproc: int
         ({"RANK": "1"}, None, ["RANK=1", "WORLD_SIZE"]),
         (WHOLE, 4, ["--nproc 4: this process is rank 1 of 2"]),
         ({**WHOLE, "RANK": "2"}, None, ["no rank of so many"]),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, None, ["SLURM_STEP_NUM_TASKS = 4", "srun --ntasks=1"]),
         ({**WHOLE, "RANK": "x"}, None, ["RANK = 'x': a whole number"]),
     ],
 )  # fmt: skip

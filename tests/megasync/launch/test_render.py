@@ -85,7 +85,7 @@ def test_slurm_file_parses(config: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert ["#SBATCH", "--job-name=a-b"] in options and all(len(words) == 2 for words in options)
 
 
-def test_a_job_that_would_begin_anew_each_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_would_start_over_each_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     command = [CONFIGS[0], "--nodes", "2", "--gpus", "8", "checkpoint.resume=never"]
     with pytest.raises(SystemExit) as refused:
         main(["slurm", *command])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from engine.config import AlgorithmConfig
+from engine.algorithm import AlgorithmConfig
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config, RolloutConfig
 from megasync.launch import scope

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megasync.checks.sizes import served_errors
+from megasync.checks.served_sizes import served_errors
 from megasync.config.load import load_config
 from megasync.models.folder import check_model_folder
 from tests.support.config_files import model_refused, refusal, write_model, write_runnable
@@ -30,10 +30,10 @@ TYPES = ["linear_attention", "full_attention"]
 
 def test_sizes_are_read_with_the_defaults_of_transformers(tmp_path: Path) -> None:
     shape = check_model_folder(write_model(tmp_path, **DELTA))
-    assert (shape.num_delta_layers, shape.num_cached_layers, shape.linear_conv_kernel_dim) == (2, 2, 4)
-    assert check_model_folder(write_model(tmp_path, model_type="qwen3_5_text")).num_delta_layers == 3
+    assert (shape.num_delta_net_layers, shape.num_cached_layers, shape.linear_conv_kernel_dim) == (2, 2, 4)
+    assert check_model_folder(write_model(tmp_path, model_type="qwen3_5_text")).num_delta_net_layers == 3
     given = check_model_folder(write_model(tmp_path, **DELTA, layer_types=[TYPES[0], *TYPES[1:] * 3]))
-    assert (given.num_delta_layers, given.linear_num_value_heads) == (1, 4)
+    assert (given.num_delta_net_layers, given.linear_num_value_heads) == (1, 4)
 
 
 @pytest.mark.parametrize(

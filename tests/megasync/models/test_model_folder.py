@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_tensors, save_file as save_tensors
 
 from engine.config import FAMILIES
 from engine.attention.windows import layer_windows
@@ -135,6 +137,7 @@ def test_unsupported_rotary_embeddings(tmp_path: Path, key: str, changes: dict[s
         {"rope_theta": 0},
         {"max_position_embeddings": None},
         {"eos_token_id": "x"},
+        {"pad_token_id": 128},
         {"rope_parameters": [1]},
         {"num_key_value_heads": 4, "num_attention_heads": 6},
         {"head_dim": 33},
@@ -153,6 +156,20 @@ def test_unsupported_fields(tmp_path: Path, changes: dict[str, object]) -> None:
     """The last of the changes is refused."""
     error = model_refused(write_model(tmp_path, **changes))
     assert (error.key, error.value) == (list(changes)[-1], repr(list(changes.values())[-1]))
+
+
+def test_a_head_beside_tied_embeddings_is_equal_to_them(tmp_path: Path) -> None:
+    """transformers 5 takes one that is not, whatever config.json says."""
+    folder = write_tiny_model(tmp_path, "qwen3", tied=True, dtype=torch.bfloat16)
+    weights = folder / "model.safetensors"
+    tensors = load_tensors(weights)
+    head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_tensors(tensors, weights)
+    check_model_folder(folder)
+    head[-1, -1] += 1
+    save_tensors(tensors, weights)
+    error = model_refused(folder)
+    assert (error.key, error.value) == ("tie_word_embeddings", "true") and "lm_head.weight" in error.headline
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "llama"}, {"model_type": "qwen2", "head_dim": None}])

@@ -12,7 +12,7 @@ import torch
 
 from engine.checkpoint.hf_folder import Share, as_in, finish_folder, save_weights
 from engine.config import LoraConfig
-from engine.folder import VISION_LANGUAGE, key_of, own_fields, own_name, places, read_inside
+from model_folder.layout import VISION_LANGUAGE, key_of, own_fields, own_name, own_name_in_any, places, read_folder_layout
 from engine.peft.folder import base_shapes
 from megasync.data.load import read_files
 from megasync.config.errors import ConfigError
@@ -49,21 +49,20 @@ def change(folder: Path, **fields: object) -> None:
 def test_names_lead_into_a_folder_and_out_of_it(tmp_path: Path, family: str, layout: Any, tied: bool) -> None:
     """Its tensors are all that the model has, and those of the vision layers and of a predictor nobody's."""
     from bridge.layout.manifest import read_folder_manifest
-    from bridge.vllm.serving import text_alone
 
     layout(write_tiny_model(tmp_path, family, tied, **SIZES))
-    shape, inside = check_model_folder(tmp_path), read_inside(tmp_path)
+    shape, folder_layout = check_model_folder(tmp_path), read_folder_layout(tmp_path)
     specs = {spec.name: spec for spec in read_folder_manifest(tmp_path).tensors}
-    own = places({name: spec.shape for name, spec in specs.items()}, inside)
+    own = places({name: spec.shape for name, spec in specs.items()}, folder_layout)
     fields = own_fields(json.loads((tmp_path / "config.json").read_text()))
     expected = expected_tensors(shape, fields)
     assert {name: place.shape for name, place in own.items()} == {name: expected[name] for name in own}
     assert set(expected) - set(own) == ({"lm_head.weight"} if tied else set())
-    others = {name for name in specs if own_name(name, inside) is None}
+    others = {name for name in specs if own_name(name, folder_layout) is None}
     assert others == set(specs) - {place.key for place in own.values()}
     assert others == {name for name in specs if is_of_vision(name) or name.startswith("mtp.")} != set()
-    assert all(own_name(key_of(name, inside), inside) == name for name in own)
-    assert all(text_alone.own_name(name) == own_name(name, inside) for name in specs), "to vLLM, too"
+    assert all(own_name(key_of(name, folder_layout), folder_layout) == name for name in own)
+    assert all(own_name_in_any(name) == own_name(name, folder_layout) for name in specs), "to vLLM, too"
     assert num_parameters(tmp_path) == sum(int(np.prod(expected[name])) for name in own)
     assert base_shapes(tmp_path)["model.layers.1.self_attn.o_proj"] == (1, 64, 64 if family == "qwen2_5_vl" else 128)
 
@@ -95,15 +94,15 @@ def test_a_written_folder_keeps_what_is_not_trained_bit_for_bit(tmp_path: Path, 
     from safetensors.torch import load_file as load_tensors
 
     base = layout(write_tiny_model(tmp_path / "base", family, dtype=torch.bfloat16, **SIZES))
-    held, inside = load_tensors(base / "model.safetensors"), read_inside(base)
-    own = places({key: tensor.shape for key, tensor in held.items()}, inside)
+    held, folder_layout = load_tensors(base / "model.safetensors"), read_folder_layout(base)
+    own = places({key: tensor.shape for key, tensor in held.items()}, folder_layout)
     trained = {name: place.of(held[place.key]).float() + 1 for name, place in own.items()}
     (tmp_path / "new").mkdir()
     save_weights(tmp_path / "new", as_in(base, trained.items()), Share(0))
     finish_folder(tmp_path / "new", base)
     check_model_folder(tmp_path / "new")
     found = {name: tensor for file in (tmp_path / "new").glob("*.safetensors") for name, tensor in load_tensors(file).items()}
-    others = {name for name in held if own_name(name, inside) is None}
+    others = {name for name in held if own_name(name, folder_layout) is None}
     assert all(torch.equal(found[name], held[name]) and found[name].dtype is held[name].dtype for name in others)
     before, after = load_model(base).state_dict(), load_model(tmp_path / "new").state_dict()
     assert before.keys() == after.keys()
@@ -158,10 +157,10 @@ def test_a_merged_adapter_keeps_them(tmp_path: Path, family: str) -> None:
     (tmp_path / "merged").mkdir()
     merge_adapter(tmp_path / "adapter", base, "float32", tmp_path / "merged")
     check_model_folder(tmp_path / "merged")
-    held, inside = load_tensors(base / "model.safetensors"), read_inside(base)
+    held, folder_layout = load_tensors(base / "model.safetensors"), read_folder_layout(base)
     found = {name: tensor for path in (tmp_path / "merged").glob("*.safetensors") for name, tensor in load_tensors(path).items()}
     assert found.keys() == held.keys()
-    assert all(torch.equal(tensor, held[name]) for name, tensor in found.items() if own_name(name, inside) is None)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in found.items() if own_name(name, folder_layout) is None)
     merged, start = load_model(tmp_path / "merged").state_dict(), load_model(base).state_dict()
     for name, tensor in adapted.merge_and_unload().state_dict().items():
         assert torch.allclose(merged[name], tensor, atol=1e-6), name

@@ -186,7 +186,8 @@ REMEDIES: dict[str, tuple[dict[str, Any], str]] = {
         "sync.verify=digest, to see whether the weights are the cause",
     ),
     "gap_large": (
-        {"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0, "algorithm.router_replay": "rollout"},
+        {"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0, "algorithm.router_replay": "rollout"}
+        | {"rollout.dtype": "model"},
         "algorithm.importance_correction=tis",
     ),
     "merge_error": ({"engine.lora.sync": "adapter"}, "a higher learning rate, or a higher engine.lora.alpha"),

@@ -340,7 +340,7 @@ def test_watched_report_is_up_to_date_on_the_loopback_until_ctrl_c(tmp_path: Pat
             other = [*command[:-1], address.rpartition(":")[2]]
             taken = subprocess.run(other, cwd=ROOT, capture_output=True, text=True, check=False)
             assert taken.returncode == 2 and "write --port 0" in taken.stderr
-            deadline = time.monotonic() + 60  # the page is made anew every few seconds at most
+            deadline = time.monotonic() + 60  # the page is written again every few seconds at most
             while curves_of(get("/"))["reward/mean"]["y"][-1] != 9.0 and time.monotonic() < deadline:
                 time.sleep(0.2)
             assert f'data-state="{get("/state")}"' in get("/")

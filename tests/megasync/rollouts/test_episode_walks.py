@@ -115,7 +115,7 @@ class EpisodeWalk(Walk):
             assert given[prompt] <= 1 and given.keys() <= {prompt, GIVEN, GIVEN + 1}
             assert (np.diff(branch.weight_versions) >= 0).all()
         assert completion.tool_seconds <= completion.seconds + 1e-6
-        assert len(completion.turns) == completion.num_turns and not (completion.is_anew and completion.num_resumed)
+        assert len(completion.turns) == completion.num_turns and not (completion.is_restart and completion.num_resumed)
         assert len({(one.number, one.seed) for one in completion.turns}) == completion.num_turns
         for prompt_ids, turn in turns_of(completion.branches, completion.turns):
             assert set(turn.token_ids.tolist()) == {prompt} and prompt_ids[0] == prompt

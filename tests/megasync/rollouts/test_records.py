@@ -225,7 +225,7 @@ def test_former_answers_come_again_as_long_as_the_same_is_asked_for() -> None:
     assert known_values == [[1], None, None] and answers.state is None, "what came after it is no answer to what is asked now"
     assert [one.asked for one in kept.answers_in_order] == [1, "z", "b"]
     kept.forget()
-    assert kept.is_anew and not kept.answers and kept.state is None
+    assert kept.is_restart and not kept.answers and kept.state is None
 
 
 def test_what_json_has_not_is_shown_and_does_not_come_again() -> None:

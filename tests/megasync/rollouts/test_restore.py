@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -210,6 +211,17 @@ def test_a_file_of_another_version_is_refused_by_its_name(what: str, tmp_path: P
     np.savez(tmp_path / FILE, **fields)
     with pytest.raises(ValueError, match=r"rollouts\.npz: cannot be read: .* another version wrote it"):
         load_progress(tmp_path)
+
+
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_a_restart_has_the_name_of_former_files(is_restart: bool, tmp_path: Path) -> None:
+    branch = Branch(np.arange(4), 2, np.arange(4) > 1, np.zeros(4), np.zeros(4))
+    played = EpisodeResult((branch,), 0.5, is_restart=is_restart)
+    save_progress(tmp_path, Progress(7, 9, None, (SavedGroup(3, (SavedSample(0, played, 0.5),)),)))
+    with np.load(tmp_path / FILE) as file:
+        assert json.loads(file["texts"].tobytes())["is_anew"] is is_restart
+    back = load_progress(tmp_path)
+    assert back is not None and [sample.completion.is_restart for sample in back.groups[0].samples] == [is_restart]
 
 
 def test_an_episode_that_goes_on_is_kept_with_its_turns(tmp_path: Path) -> None:

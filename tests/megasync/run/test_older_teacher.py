@@ -56,8 +56,8 @@ def test_versions_after_the_resumed_step_are_refused(run_folder: Path, tmp_path:
         with pytest.raises(ConfigError) as caught:
             check_teacher(config_of(tmp_path, version))
         assert str(caught.value).startswith(f"teacher.version = {version}: ") and "0, 1, 2, 3, 4\n" in str(caught.value)
-    anew = load_config(tmp_path / "run.yaml", ["run.name=rl", "teacher.version=4", "checkpoint.resume=never"])
+    fresh = load_config(tmp_path / "run.yaml", ["run.name=rl", "teacher.version=4", "checkpoint.resume=never"])
     with pytest.raises(ConfigError) as caught:
-        check_teacher(anew)
+        check_teacher(fresh)
     assert str(caught.value).startswith("teacher.version = 4: ")
     assert run_folder.is_dir()

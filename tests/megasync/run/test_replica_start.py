@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bridge.config import ReplicaConfig
-from bridge.replicas.actors import Numbered, ReplicaActors, State
+from bridge.replicas.actors import ReplicaActors
+from bridge.replicas.states import NumberedReplica, State
 from bridge.replicas.launched import ReplicaActor
 from megasync.config.load import load_config
 from megasync.tools.plan.hardware import GIB
@@ -64,7 +65,7 @@ class StartingActors(ReplicaActors):
 
 def test_a_start_for_which_the_memory_was_not_enough_is_made_again_once_it_is_free() -> None:
     actors = StartingActors(ReplicaConfig("model", shares_devices=True, has_room=True), "CUDA out of memory")
-    actors._replicas = {0: Numbered(State.STARTING, ReplicaActor(None))}
+    actors._replicas = {0: NumberedReplica(State.STARTING, ReplicaActor(None))}
     actors.finish_start()
     assert actors.again == [0] and actors.members == [0]
 
@@ -72,7 +73,7 @@ def test_a_start_for_which_the_memory_was_not_enough_is_made_again_once_it_is_fr
 @pytest.mark.parametrize(("has_room", "error"), [(False, "CUDA out of memory"), (True, "no such attention backend")])
 def test_a_start_that_would_fail_again_is_not_made_again(has_room: bool, error: str) -> None:
     actors = StartingActors(ReplicaConfig("model", shares_devices=True, has_room=has_room), error)
-    actors._replicas = {0: Numbered(State.STARTING, ReplicaActor(None))}
+    actors._replicas = {0: NumberedReplica(State.STARTING, ReplicaActor(None))}
     with pytest.raises(RuntimeError, match=error):
         actors.finish_start()
     assert actors.again == []

@@ -9,7 +9,8 @@ import numpy as np
 
 from tests.engine.engine_cases import leave_groups
 
-from engine.config import AlgorithmConfig, EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig
+from engine.algorithm import AlgorithmConfig
 from engine.engine import Engine
 from engine.runtime import parallel
 from engine.sample import Sample

@@ -131,6 +131,13 @@ def test_the_command_prints_whether_it_fits(tmp_path: Path, capsys: pytest.Captu
     assert refused.value.code == 2 and "--gpu h100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--gpus", "0"], ["--mean-prompt-tokens", "-3"], ["--mean-prompt-tokens", "0"]])
+def test_numbers_below_one_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        command.main(["config.yaml", *flags])
+    assert refused.value.code == 2 and " ".join(flags) in capsys.readouterr().err
+
+
 def test_the_largest_parts_of_a_misfit_have_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config_of(tmp_path, engine={"wrap": "ddp"})
     assert command.main([str(tmp_path / "config.yaml"), "--gpu", "h100", "--gpus", "2"]) == 1

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config, save_config
 from megasync.tools.bisect.choose import choose
-from megasync.tools.export.command import checkpoints_of, export, export_version
+from megasync.tools.export.command import export, export_version
+from megasync.tools.export.find import checkpoints_of
 from megasync.tools.serving.source import each_version, find_source, versions_of
 from tests.megasync.test_export_cli import adapter_run
 from tests.support.config_files import write_runnable

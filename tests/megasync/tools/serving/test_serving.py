@@ -287,7 +287,7 @@ def test_a_full_disk_is_reported(run: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize("command", [evaluate, generate])
 def test_keys_of_training_have_no_effect_and_are_named(run: Path, capsys: pytest.CaptureFixture[str], command: Any) -> None:
     prompts = ["--prompt", "1+1="] if command is generate else []
-    keys = ["run.steps=3", "engine.optimizer.learning_rate=1e-3", "data.batch_size=4"]
+    keys = ["run.steps=3", "engine.optimizer.learning_rate=1e-3", "data.batch_size=4", "teacher.path=models/teacher"]
     used = ["run.seed=1", "rollout.temperature=1", "run={seed: 2}", "engine.head_dtype=model"]
     code(command, [str(run), *prompts, *keys, *used])
     expected = f"without effect: {', '.join(key.partition('=')[0] for key in keys)}: nothing is trained here\n"
