@@ -3,7 +3,7 @@
 # Cases on other GPUs may run beside each other; GPUS=0 puts a case elsewhere, RANKS=1 gives a GRPO run so many trainer ranks,
 # EXTRA="key=value ..." goes to all. Writes OUT/CASE.json and OUT/CASE.log; a failed case leaves its log, and the exit code is 1.
 set -uo pipefail
-unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
+unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it again
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3} failed=0

@@ -7,7 +7,7 @@
 # share the GPU at the end.
 # tests/doc_commands_gpu.py says what is made shorter.
 set -uo pipefail
-unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it anew
+unset PYTHONDONTWRITEBYTECODE # where torch comes without compiled files each process would compile it again
 out=$1; shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$out"

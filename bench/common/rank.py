@@ -19,6 +19,7 @@ from bench.common.program import Measured, Program
 from bench.common.random_engine import FrozenEngine, RandomEngine, negate
 from bench.config import BenchRoot
 from bench.replicas.replica import WORKER_EXTENSION, BenchPool
+from bridge.export.adapter import AdapterSource
 from bridge.export.source import WeightSource, whole_tensors
 from bridge.layout.digest import digest_value
 from bridge.layout.manifest import Manifest
@@ -34,7 +35,7 @@ from megasync.launch.ray_cluster import start_ray
 from megasync.models.model_shape import SHAPES
 from megasync.run.rank_zero import control_group
 from megasync.run.replica_start import replica_config
-from megasync.run.weights import build_adapter_source, build_exporter, build_publisher, uses_ipc
+from megasync.run.weights import as_served, build_adapter_source, build_exporter, build_publisher, uses_ipc
 
 SAMPLES = [Sample(np.array([3 + index, 5, 7], np.int32), np.array([11, 13, 17], np.int32)) for index in range(8)]
 
@@ -136,7 +137,8 @@ class BenchRank(Program):
         Raises:
             RuntimeError: it does not; names tensors that differ.
         """
-        own = {tensor: digest_value(value) for tensor, value in whole_tensors(source)}
+        sent = source if isinstance(source, AdapterSource) else as_served(source, self.config)
+        own = {tensor: digest_value(value) for tensor, value in whole_tensors(sent)}
         digests = {key: digest for part in self.from_all(own) for key, digest in part.items()}
         for held in pool.read_digests(600.0).values() if pool is not None else ():
             wrong = [key for key, digest in digests.items() if held.get(key) != digest]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.equivalence.cases import TABLES, Model
 from engine.batch.plan import plan_microbatches
-from engine.config import DELTA_FAMILIES, GEMMA
+from engine.config import DELTA_NET_FAMILIES, GEMMA
 from engine.model.families import kimi_k2
 from engine.sample import Sample
 
@@ -47,7 +47,7 @@ def write_model(model: Model, root: Path, seed: int) -> Path:
         for name, tensor in built.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            is_centred = model.family == GEMMA or (model.family in DELTA_FAMILIES and "linear_attn" not in name)
+            is_centred = model.family == GEMMA or (model.family in DELTA_NET_FAMILIES and "linear_attn" not in name)
             center = 0.0 if is_centred else 1.0  # of the weights of norms
             tensor.copy_(center + 0.1 * noise if is_norm else (0.1 if tensor.ndim > 1 else 0.05) * noise)
     built.save_pretrained(folder)

@@ -186,7 +186,7 @@ def main() -> None:
 
     def reward(completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         given_back = zip(completions, columns["answer"], columns["entry"], strict=True)
-        rewards = [score(told[0]["content"], answer, entry) for told, answer, entry in given_back]
+        rewards = [score(reply[0]["content"], answer, entry) for reply, answer, entry in given_back]
         clock.rewarded(rewards, sum(map(len, completion_ids)))
         return rewards
 

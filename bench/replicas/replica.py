@@ -84,6 +84,7 @@ class OfflineReplica(Replica):
         from vllm import LLM
 
         api.prepare_process()
+        api.choose_layers(self.config)
         with self._output.capture(), api.noticing_failure(self._output.text):
             self._llm: Any = LLM(**api.engine_arguments(self.config))
         return os.getpid()

@@ -36,7 +36,7 @@ def attention_flops(folder: str | Path, sequence_length: int) -> int:
     shape = model_shape(folder)
     width = shape.num_attention_heads * (shape.head_dim or shape.hidden_size // shape.num_attention_heads)
     states = shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim
-    return 6 * shape.num_cached_layers * width * (sequence_length + 1) + 18 * shape.num_delta_layers * states
+    return 6 * shape.num_cached_layers * width * (sequence_length + 1) + 18 * shape.num_delta_net_layers * states
 
 
 def _sizes(folder: str | Path) -> dict[str, int]:

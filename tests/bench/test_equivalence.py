@@ -21,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from engine.config import DELTA_FAMILIES, FAMILIES, MOE_FAMILIES
+from engine.config import DELTA_NET_FAMILIES, FAMILIES, MOE_FAMILIES
 from bench import cli
 from bench.common.processes import run_ranks as run_logged
 from bench.config import BenchRoot
@@ -111,7 +111,7 @@ def test_every_family_has_a_tiny_model_and_a_place_in_the_table(bench: Bench) ->
     assert {case.model.family for case in taken} == set(FAMILIES)
     for family in FAMILIES:
         refused = {layout for of, layout in reasons if of == family}
-        of_contexts = {"cp2_allgather", "cp2_ulysses"} if family in (*MOE_FAMILIES, *DELTA_FAMILIES) else set()
+        of_contexts = {"cp2_allgather", "cp2_ulysses"} if family in (*MOE_FAMILIES, *DELTA_NET_FAMILIES) else set()
         assert refused <= of_contexts | ({"tp2"} if family in MOE_FAMILIES else {"ep2", "ep2_tp2"})
     assert reasons["qwen3", "ep2"] == "engine.parallel.expert = 2: qwen3 has no experts"
 

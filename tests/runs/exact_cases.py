@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.folder import read_own_fields
+from model_folder.layout import read_own_fields
 from tests.runs.train_cases import COMMAND, ROOT, launch, write_config
 from tests.support.tiny_models import write_tiny_model
 

@@ -12,7 +12,7 @@ from bridge.config import SyncConfig
 from bridge.generation import GenerationRequest
 from bridge.messages import SyncError
 from bridge.send.publish import Publisher
-from engine.folder import LANGUAGE
+from model_folder.layout import LANGUAGE
 from engine.model import lora
 from engine.sample import Sample
 from megasync.run.canary import Canary, probe_sequences

@@ -1,6 +1,6 @@
 """Runs under `model.exact`: trainer and vLLM agree to the last bit about every token, and equal runs write equal numbers.
 
-Sequences of several pages of a cache that has no room for all of them: some are preempted and computed anew, and prompts share
+Sequences of several pages of a cache that has no room for all of them: some are preempted and computed again, and prompts share
 their first page.
 """
 

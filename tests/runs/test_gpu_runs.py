@@ -26,6 +26,7 @@ ROLLOUT = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
 STEPS = 4
 # of the log-probs that trainer and vLLM give the same tokens; weights one step old are 0.2 to 0.5 apart at this learning rate
 LARGEST_MEAN_GAP = 0.1
+LARGEST_FP8_GAP = 0.6  # 0.25 to 0.36 of such models; of weights of another seed 1 to 2
 
 
 def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[dict[str, float]], set[str]]:
@@ -51,13 +52,13 @@ def train(folder: Path, ranks: int, wrap: str, **rollout: object) -> tuple[list[
     return metrics(run), {event["name"] for event in events if event["ph"] == "X"}
 
 
-def check(lines: list[dict[str, float]]) -> None:
+def check(lines: list[dict[str, float]], largest_gap: float = LARGEST_MEAN_GAP) -> None:
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[0]["grad_norm"] > 0
     for line in lines:
         assert line["sync/verified"] == 1 and line["staleness/max"] == 0
         assert line["grad_norm"] > 0 or line["reward/std"] == 0, line  # equal rewards leave nothing to learn from
-        assert line["logprob_gap/mean"] < LARGEST_MEAN_GAP, line
+        assert line["logprob_gap/mean"] < largest_gap, line
 
 
 @pytest.mark.gpu(2)
@@ -120,3 +121,25 @@ stop()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert f"sees {visible[1]} stays {','.join(visible)}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_fp8_replicas_hold_what_a_plain_quantiser_makes_and_sleep_between_steps(tmp_path: Path, family: str) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_experts": 8, "moe_intermediate_size": 128}
+    model = write_tiny_model(tmp_path / "model", family, dtype=torch.bfloat16, **sizes)
+    config = write_config(
+        tmp_path,
+        run={"steps": STEPS},
+        model={"path": str(model), "dtype": "bfloat16"},
+        engine={"optimizer": {"learning_rate": 1e-3}},
+        rollout=ROLLOUT | {"dtype": "fp8", "placement": "colocated", "max_new_tokens": 24},
+        sync={"verify": "readback", "bucket_bytes": "1MiB"},
+        checkpoint={"every_steps": 0},
+    )
+    done = launch(config, ranks=1, timeout_seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(tmp_path / "runs" / "run")
+    check(lines, LARGEST_FP8_GAP)
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert lines[0]["sync/bytes"] < 0.7 * weights

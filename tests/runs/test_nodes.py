@@ -153,7 +153,7 @@ def test_submit_to_two_nodes_gives_the_metrics_of_one(pair: Sequence[Node], conf
             said, _ = process.communicate(timeout=SECONDS)
             return process.returncode, said
 
-        flags = ["--num-ranks", "12", "--trainer-nodes", "2", "--replicas", "1"]
+        flags = ["--num-ranks", "12", "--trainer-nodes", "2", "--pool", "rollout", "1", "1"]
         ray = f"{pair[0].address}:{RAY_PORT}"
         code, said = ended("megasync.launch.driver", *flags, "--", *overrides, RAY_ADDRESS=ray)
         assert code == 2, said

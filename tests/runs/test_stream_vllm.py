@@ -180,7 +180,7 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
     assert pool.versions == [version] * 2
 
 
-def test_what_is_to_begin_anew_waits_for_a_whole_sync(pool, publisher, source, monkeypatch) -> None:
+def test_a_sample_that_starts_again_waits_for_a_whole_sync(pool, publisher, source, monkeypatch) -> None:
     """A sync that breaks off comes before it has its turn, which a replica that takes requests in keeps it from."""
     import ray
 

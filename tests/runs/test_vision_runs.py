@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.folder import own_name, read_inside
+from model_folder.layout import own_name, read_folder_layout
 from megasync.config.files import CHECKPOINTS
 from megasync.models.folder import check_model_folder
 from megasync.report.log import read_evaluations
@@ -57,11 +57,11 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     ends = [folder / CHECKPOINTS / f"step_{NUM_STEPS:08d}" / "hf" for folder in folders]
     check_model_folder(ends[0])
     first, second = ({name: each for path in end.glob("*.safetensors") for name, each in load_file(path).items()} for end in ends)
-    start, inside = load_file(tmp_path / "whole" / "model" / "model.safetensors"), read_inside(ends[0])
+    start, folder_layout = load_file(tmp_path / "whole" / "model" / "model.safetensors"), read_folder_layout(ends[0])
     assert first.keys() == second.keys() == start.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name])
-        assert own_name(name, inside) or torch.equal(tensor, start[name]), name
+        assert own_name(name, folder_layout) or torch.equal(tensor, start[name]), name
     assert not torch.equal(first["model.layers.1.mlp.down_proj.weight"], start["model.layers.1.mlp.down_proj.weight"])
     assert all(bool(torch.isfinite(each).all()) for each in load_model(ends[0]).state_dict().values())
 

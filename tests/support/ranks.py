@@ -3,7 +3,7 @@
     results = run_ranks(2, "tests.engine.engine_cases:losses", {"wrap": "ddp"})
 
 The function gets the keyword arguments and returns anything that pickles. Importing torch and megatron-core costs more than most
-cases: ranks are forked from a process that has done so (rank_imports.py), on GPUs started anew. The ranks of one number stay
+cases: ranks are forked from a process that has done so (rank_imports.py), on GPUs started afresh. The ranks of one number stay
 for some more calls; ranks on which anything failed are ended, and the next call starts others. They end with the tests
 (conftest.py), or when the process that started them is gone.
 """

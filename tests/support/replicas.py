@@ -96,7 +96,7 @@ class OpenPool(ReplicaPool):
 
 
 class SpawnedReplica(OpenReplica):
-    """Its core and workers are started anew, as on GPUs, and not forked, which it notes."""
+    """Its core and workers are new processes, as on GPUs, and not forked, which it notes."""
 
     async def start(self) -> int:
         patches.fork_processes = lambda: patches.note("spawned")

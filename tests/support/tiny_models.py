@@ -67,7 +67,7 @@ from transformers import (
     SeedOssForCausalLM,
 )
 
-from engine.config import DELTA_FAMILIES
+from engine.config import DELTA_NET_FAMILIES
 from engine.model.families import kimi_k2
 
 kimi_k2.register_model()
@@ -228,7 +228,7 @@ def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **c
         for name, parameter in sorted(model.named_parameters(), key=lambda item: is_of_vision(item[0])):
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("norm.weight")
-            is_centred = text == "gemma3_text" or (text in DELTA_FAMILIES and "linear_attn" not in name)
+            is_centred = text == "gemma3_text" or (text in DELTA_NET_FAMILIES and "linear_attn" not in name)
             center = 0.0 if is_centred else 1.0  # of the weights of norms
             parameter.copy_(center + 0.1 * noise if is_norm else (0.1 if parameter.ndim > 1 else 0.05) * noise)
         for module in model.to(dtype).modules():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from bridge.layout.digest import digest_tensor
 from bridge.layout.words import words
-from bridge.versions import delta
+from bridge.versions import weight_delta
 from bridge.versions.file import MARK, PARTIAL, VersionLogError, path_of, there
 from bridge.versions.prune import VersionPruner, first_needed
 from bridge.versions.reader import VersionReader
@@ -40,15 +40,15 @@ def test_a_delta_round_trips_bit_for_bit(seed: int, size: int, dtype: torch.dtyp
     if dtype.is_floating_point and size > len(SPECIAL):
         new[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=dtype)
         old[: len(SPECIAL)] = torch.tensor(list(reversed(SPECIAL)), dtype=dtype)
-    encoding, data = delta.encode(new, old)
+    encoding, data = weight_delta.encode(new, old)
     held = old.clone()
-    delta.apply(held, encoding, data)
+    weight_delta.apply(held, encoding, data)
     assert torch.equal(held.view(torch.uint8), new.view(torch.uint8))
     changed = int((words(new) != words(old)).sum())
-    assert delta.num_changed(encoding, data, size) == (size if encoding == "dense" else changed)
+    assert weight_delta.num_changed(encoding, data, size) == (size if encoding == "dense" else changed)
     assert (encoding == "same") == (changed == 0)
     held = old.clone()
-    assert delta.advance(held, new) == (encoding, data)
+    assert weight_delta.advance(held, new) == (encoding, data)
     assert torch.equal(held.view(torch.uint8), new.view(torch.uint8))
 
 
@@ -59,22 +59,22 @@ def test_parts_that_are_compared_one_by_one_give_the_same_delta(seed: int, size:
     old = torch.from_numpy(rng.integers(0, 256, size * dtype.itemsize, np.uint8))
     moved = torch.from_numpy(rng.random(size) < share).repeat_interleave(dtype.itemsize)
     new = torch.where(moved, old ^ 255, old).view(dtype)
-    with mock.patch.object(delta, "COMPARED_ELEMENTS", 7):
-        found = delta.find_changes(new, old.view(dtype))
-    encoding, data = delta.encode(new, old.view(dtype))
+    with mock.patch.object(weight_delta, "COMPARED_ELEMENTS", 7):
+        found = weight_delta.find_changes(new, old.view(dtype))
+    encoding, data = weight_delta.encode(new, old.view(dtype))
     if found is None:
         assert encoding == "dense"
     else:
-        assert delta.encode_changes(found) == (encoding, data)
-        delta.add(old.view(dtype), found)
+        assert weight_delta.encode_changes(found) == (encoding, data)
+        weight_delta.add(old.view(dtype), found)
         assert torch.equal(old, new.view(torch.uint8))
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=80), st.sampled_from(["sparse", "dense", "other"]))
 def test_bytes_of_no_delta_are_refused(data: bytes, encoding: str) -> None:
-    with pytest.raises(delta.DamagedError):
-        delta.apply(torch.zeros(50), encoding, data)
+    with pytest.raises(weight_delta.DamagedError):
+        weight_delta.apply(torch.zeros(50), encoding, data)
 
 
 def test_few_steps_of_one_take_few_bytes() -> None:
@@ -82,7 +82,7 @@ def test_few_steps_of_one_take_few_bytes() -> None:
     old = torch.randn(200_000, generator=generator).bfloat16()
     moved = torch.rand(old.shape, generator=generator) < 0.02
     new = torch.where(moved, (old.view(torch.int16) + 1).view(torch.bfloat16), old)
-    encoding, data = delta.encode(new, old)
+    encoding, data = weight_delta.encode(new, old)
     assert encoding == "sparse" and len(data) < old.nbytes / 50
 
 
