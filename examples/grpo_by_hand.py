@@ -33,7 +33,8 @@ from bridge.config import ReplicaConfig, SyncConfig
 from bridge.generation import Completion, GenerationRequest
 from bridge.replicas.pool import ReplicaPool
 from bridge.send.publish import Publisher
-from engine.config import AlgorithmConfig, EngineConfig, ModelConfig, OptimizerConfig
+from engine.algorithm import AlgorithmConfig
+from engine.config import EngineConfig, ModelConfig, OptimizerConfig
 from engine.engine import Engine
 from engine.runtime import parallel
 from engine.sample import Sample
