@@ -45,7 +45,7 @@ def make_table(weights: Sequence[tuple[int, int, int, int, int]], device: torch.
 
 
 def quantise_all(table: torch.Tensor, num_rows: int, dtype: torch.dtype, values: torch.Tensor, scales: torch.Tensor) -> None:
-    """The weights of `make_table`, of one dtype, of which none has more than `num_rows` rows."""
+    """Quantise the weights of `make_table`. They have the same `dtype`; `num_rows`: the largest number of rows of a weight."""
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
         _quantise_row[(num_rows, len(table))](
             table, values, scales, ELEMENT=ELEMENTS[dtype], FIELDS=FIELDS, MOST=MOST, SMALLEST=SMALLEST, BLOCK=BLOCK

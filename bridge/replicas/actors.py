@@ -211,7 +211,7 @@ class ReplicaActors(ActorLauncher):
                     self._forget(replica)
                     return
                 if reached is None and replica in self.wanted:
-                    continue  # it was given up, and is wanted again since
+                    continue  # it became wanted again meanwhile: start it
                 reached = reached or State.LOST
                 own.become(reached)
                 if replica not in self.wanted:

@@ -109,8 +109,8 @@ class RolloutConfig(Section):
     """Generation by vLLM, rewards and evaluation."""
 
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: replicas have GPUs of their own. colocated: replicas share the trainer's GPUs and take turns with it; requires
-    max_staleness 0."""
+    """separate: replicas have GPUs of their own. colocated: replicas share the trainer's GPUs and take turns with it, or in
+    `megasync serve` stay beside it; requires max_staleness 0."""
     offload_trainer: Annotated[tuple[OffloadKind, ...], *OneOrMore] = OFFLOAD_KINDS
     """colocated: trainer state that is moved to host memory while vLLM uses the GPUs."""
     replicas: PositiveInt = 1

@@ -55,7 +55,7 @@ def is_rank(environment: Mapping[str, str], nproc: int | None = None) -> bool:
 
 
 def _refuse_tasks(environment: Mapping[str, str]) -> None:
-    """ConfigError where srun starts this command several times, each of which would start all ranks of the run."""
+    """ConfigError where srun starts this command several times: every task would start all ranks of the run."""
     num_tasks = int_of(environment, TASKS)
     if num_tasks > 1 and not sys.stdin.isatty():  # srun --pty gives a terminal to one task alone
         message = f"{TASKS} = {num_tasks}: srun starts this command {num_tasks} times, and it starts the ranks itself"
