@@ -27,7 +27,9 @@ wire.py      the same of its protobuf messages
 calls.py     a request as a call of the worker, in its client's order
 journal.py   the log of requests and results, from which a killed server is restored
 worker.py    every rank: executes commands on the engine; syncs adapters to the replicas
-desk.py      rank 0: requests, their order, futures
+requests.py  a request that was accepted, and its result
+work_queue.py  rank 0: which request is next
+desk.py      rank 0: requests in the log, and who waits for them
 sampling.py  rank 0: sampling requests through the replicas
 catalog.py   rank 0: models and saved weights, as clients ask about them
 queries.py   rank 0: routes of lists and downloads

@@ -1,7 +1,7 @@
 """A client's request as a call: where it stands in its client's order, and what the worker is to do.
 
 Reading depends on the bytes and on former requests alone, so that a restart reads the same out of the log. Leaves out the order
-of execution (desk.py).
+of execution (work_queue.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ParallelConfig
+from engine.config import OFFLOAD_KINDS, ParallelConfig
 from megasync.checks.check import check_packages, check_run_folder
 from megasync.checks.data import check_engine_arguments
 from megasync.checks.served_sizes import check_cache_memory
@@ -39,8 +39,9 @@ from megasync.service.journal import LOG_FILE
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
     from megasync.run.rank_zero import RankZero
-    from megasync.service.desk import Request, Result, Work
     from megasync.service.front import Front
+    from megasync.service.requests import Request, Result
+    from megasync.service.work_queue import Work
     from megasync.service.worker import Worker
 
 KEY = "MEGASYNC_API_KEY"
@@ -141,7 +142,7 @@ def _unserved(config: Config) -> Iterator[ConfigError]:
     if rollout.is_colocated and rollout.replicas * rollout.tensor_parallel > 1:
         remedy = "write rollout.replicas=1 and rollout.tensor_parallel=1, or rollout.placement=separate"
         yield wrong(config, "rollout.placement", "a service shares a GPU with one vLLM worker alone", remedy=remedy)
-    if rollout.is_colocated and "offload_trainer" in rollout.model_fields_set:
+    if rollout.is_colocated and rollout.offload_trainer != OFFLOAD_KINDS:  # its default, which a service passes over
         problem = "a service leaves the trainer where it is, beside the replica"
         yield wrong(config, "rollout.offload_trainer", problem, remedy="leave it out")
     is_full, has_adapters = config.service.full_parameters, config.engine.lora.rank > 0
@@ -223,13 +224,13 @@ def serve(worker: Worker, front: RankZero[Front], done: int) -> None:
             worker.checkpoint(executed)  # so that nothing before it is done again
         train(worker, front, work.requests)
         executed += len(work.requests)
-        if every and executed % every == 0:  # then these are the first ones (desk.py)
+        if every and executed % every == 0:  # then these are the first ones (work_queue.py)
             worker.checkpoint(executed)
 
 
 def next_work(front: Front, present: Mapping[str, int]) -> Work:
     """Samples need no other rank: they are sent off here."""
-    while (work := front.desk.next_work({} if front.sampling.lost else present)).kind == "sample":
+    while (work := front.desk.queue.next_work({} if front.sampling.lost else present)).kind == "sample":
         front.sampling.start(work.requests, present)
     return work
 
@@ -254,7 +255,7 @@ def train(worker: Worker, front: RankZero[Front], requests: Sequence[Request]) -
 def result_of(done: Any) -> Result:
     """What a client gets, of what the worker returned or refused."""
     from engine.driven import Passed
-    from megasync.service.desk import Result, as_json, error
+    from megasync.service.requests import Result, as_json, error
     from megasync.service.wire import forward_backward_output
 
     if isinstance(done, ValueError):
@@ -268,7 +269,7 @@ def sync(worker: Worker, front: RankZero[Front], version: str, slot: int) -> Non
     """Bring a version to the replicas, into `slot`, which replaces dead ones; where that fails, its samples fail."""
     from bridge.messages import SyncError
     from engine.adapters import RefusedError
-    from megasync.service.desk import error
+    from megasync.service.requests import error
 
     problem = error("", "server")
     for _ in range(SYNC_ATTEMPTS):
@@ -286,7 +287,7 @@ def sync(worker: Worker, front: RankZero[Front], version: str, slot: int) -> Non
         else:
             return
     if front.here is not None:
-        front.here.finish_all([(request, problem) for request in front.here.desk.take_samples(version)])
+        front.here.finish_all([(request, problem) for request in front.here.desk.queue.take_samples(version)])
 
 
 if __name__ == "__main__":

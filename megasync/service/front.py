@@ -18,11 +18,13 @@ from megasync.report.log import RunLog
 from megasync.run.rank_zero import RankZero, of_rank_zero
 from megasync.service.calls import Reader
 from megasync.service.catalog import Catalog
-from megasync.service.desk import Desk, Request, Result
+from megasync.service.desk import Desk
 from megasync.service.http import Server
 from megasync.service.journal import LOG_FILE, Journal
+from megasync.service.requests import Request, Result
 from megasync.service.sampling import Sampling
 from megasync.service.usage import Usage
+from megasync.service.work_queue import GATHER_SECONDS
 from megasync.service.worker import Worker
 
 
@@ -47,7 +49,8 @@ class Front:
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
         journal = Journal(worker.folder / LOG_FILE)
         ends.callback(journal.close)
-        self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots)
+        gather_seconds = GATHER_SECONDS if worker.driven.shares else 0.0
+        self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots, gather_seconds)
         self.sampling = Sampling(self.pool, _ends_of(worker.engine, config.model.path), self.desk, self.finish)
         ends.callback(self.sampling.close)
         catalog = Catalog(worker.folder / "models", names[0], config.model.path, worker.adapters.specs)
@@ -82,7 +85,7 @@ class Front:
 
 
 def _quiet(config: Config) -> Config:
-    """Without a display of progress on the terminal: nobody knows how many steps there will be."""
+    """Without a display of progress on the terminal: the number of steps is unknown."""
     return config.model_copy(update={"run": config.run.model_copy(update={"progress": "none"})})
 
 

@@ -22,8 +22,9 @@ from megasync.config.service_section import ServiceConfig
 from megasync.service.bodies import BadRequestError, GetInfo, Heartbeat, LoadWeights, RetrieveFuture, WeightsInfo, parse
 from megasync.service.calls import BASE, CREATING, DELETE, FINISH, OF_MODELS, SAMPLE, SAVES
 from megasync.service.catalog import Catalog, Found
-from megasync.service.desk import Desk, Form, Request, Result, TooBusyError, error
+from megasync.service.desk import Desk, TooBusyError
 from megasync.service.queries import CHECKPOINT, PREFIX, SIGNED, Queries, found_or, path_of_route, problem
+from megasync.service.requests import Form, Request, Result, error
 from megasync.service.usage import Usage
 from megasync.service.wire import PROTOBUF
 
@@ -166,7 +167,7 @@ class Server:
 
     def _make_room(self) -> None:
         """At the limit of models, end the sessions of silent clients: a client that was killed cannot end its own."""
-        models = {*self._catalog.specs()} | self._desk.models_to_come()
+        models = {*self._catalog.specs()} | self._desk.queue.models_to_come()
         if len(models) < self._config.num_models:
             return
         since = time.monotonic() - self._config.silent_seconds

@@ -18,7 +18,8 @@ from bridge.generation import Completion, GenerationRequest
 from bridge.replicas.launched import ReplicaDiedError
 from bridge.replicas.pool import ReplicaPool
 from megasync.service.bodies import SamplingParams
-from megasync.service.desk import Desk, Request, Result, error
+from megasync.service.desk import Desk
+from megasync.service.requests import Request, Result, error
 from megasync.service.wire import sample_response
 
 THREADS = 64
@@ -60,9 +61,9 @@ class Sampling:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, done: Future[None]) -> None:
-        """An error of ours, such as a full disk under the log, ends the service: the request would wait for ever."""
+        """An error of ours, such as a full disk under the log, ends the service: the request would wait without end."""
         if not done.cancelled() and (failure := done.exception()) is not None:
-            self._desk.fail(failure)
+            self._desk.queue.fail(failure)
 
     def _await(self, request: Request, replica: int, num_syncs: int, refs: Sequence[object]) -> None:
         try:
@@ -94,7 +95,7 @@ class Sampling:
         if request.num_failures + 1 >= MAX_FAILURES:
             self._finish(request, error(f"{MAX_FAILURES} replicas failed at it", "server"))
         else:
-            self._desk.give_back(request)
+            self._desk.queue.give_back(request)
 
     def _generation(self, request: Request, slot: int) -> GenerationRequest:
         arguments, params = request.call.arguments, request.call.arguments["params"]

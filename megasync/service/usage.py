@@ -19,7 +19,8 @@ from typing import Any
 
 from megasync.service import wire
 from megasync.service.calls import SAMPLE
-from megasync.service.desk import Desk, Request, Result
+from megasync.service.desk import Desk
+from megasync.service.requests import Request, Result
 
 LogStep = Callable[[int, dict[str, float | str]], None]
 COUNTS = ("passes", "trained_tokens", "steps", "samples", "sampled_tokens", "errors")
@@ -55,7 +56,7 @@ class Usage:
 
     def _step(self, model: str, result: Result) -> dict[str, float | str]:
         num_tokens, loss = self._passed.pop(model, (0, 0.0))
-        waiting, in_flight = self._desk.num_open()
+        waiting, in_flight = self._desk.queue.num_open()
         return {
             "service/client": model,
             "grad_norm": json.loads(result.body)["metrics"]["grad_norm:mean"],
@@ -67,7 +68,7 @@ class Usage:
 
     def report(self) -> dict[str, Any]:
         """As JSON can hold it. Slots are those of the replicas, by version."""
-        waiting, in_flight = self._desk.num_open()
+        waiting, in_flight = self._desk.queue.num_open()
         with self._lock:
             names = sorted({*self._sessions, *waiting, *in_flight})
             sessions = {

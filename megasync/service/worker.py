@@ -5,7 +5,7 @@
     runs/NAME/service/models/MODEL/external_weights/NAME/   adapter_config.json, adapter_model.safetensors; or a model's folder
     runs/NAME/service/state-N/                              all adapters after N training requests, written by itself
 
-Leaves out requests and their order (desk.py), and sampling itself (sampling.py).
+Leaves out requests and their order (work_queue.py), and sampling itself (sampling.py).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Worker:
 
         def write(partial: Path) -> None:
             if self.adapters.is_full:
-                self.adapters.bring(model)
+                self.adapters.activate(model)
                 Weights(self.config, self.engine).write(partial)
             else:
                 self._write_peft(model, partial)

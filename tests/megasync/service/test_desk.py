@@ -21,16 +21,17 @@ from bridge.generation import NO_ADAPTER
 from megasync.config.service_section import ServiceConfig
 from megasync.service import wire
 from megasync.service.calls import SAMPLE, TRAINING, Reader
-from megasync.service.desk import Desk, Result, TooBusyError, as_json, error
+from megasync.service.desk import Desk, TooBusyError
+from megasync.service.requests import Request, Result, as_json, error
 from megasync.service.journal import Journal, Place
 from megasync.service.bodies import BadRequestError
 
 LENGTH = 5
 
 
-def start(folder: Path, done: int = 0, num_slots: int = 1, **config: Any) -> Desk:
+def start(folder: Path, done: int = 0, num_slots: int = 1, gather_seconds: float = 0.0, **config: Any) -> Desk:
     reader = Reader(("Tiny/Model",), vocabulary_size=128, max_tokens=64, frozen_unembed=False)
-    return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done, num_slots)
+    return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done, num_slots, gather_seconds)
 
 
 def test_clients_of_all_parameters_get_no_adapter() -> None:
@@ -93,9 +94,9 @@ def test_a_repeated_request_is_the_same_one(tmp_path: Path) -> None:
     assert desk.submit("create_model", model_body(name), "b") is first  # by its place
     with pytest.raises(BadRequestError, match="seq_id"):
         desk.submit("create_model", model_body(name, rank=5), "c")
-    assert desk.next_work({}).requests == [first]
+    assert desk.queue.next_work({}).requests == [first]
     step = desk.submit("optim_step", step_body(f"{name}:train:0", 1), "d")
-    assert desk.next_work({}).requests == [step]
+    assert desk.queue.next_work({}).requests == [step]
 
 
 def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
@@ -105,8 +106,8 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     bodies = [("create_model", model_body(name)), *(("optim_step", step_body(model, seq)) for seq in range(1, 5))]
     requests = [desk.submit(kind, body, str(number)) for number, (kind, body) in enumerate(bodies)]
     for request in requests[:3]:
-        desk.next_work({})
-        assert not desk.finish(request, as_json({"number": request.order}))
+        desk.queue.next_work({})
+        assert not desk.finish_all([(request, as_json({"number": request.order}))])
     with (tmp_path / "log.jsonl").open("ab") as file:
         file.write(b'{"request": "cut o')  # the process was killed in the middle of a line
     again = start(tmp_path, done=2)  # the state holds the first two
@@ -114,10 +115,11 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     assert repeated == [each.name for each in requests]
     assert json.loads(result_of(again, requests[0].name)) == {"number": 0}
     assert not asyncio.run(again.wait(requests[4].name, 0.1))
-    orders = [again.next_work({}).requests[0] for _ in range(3)]
+    orders = [again.queue.next_work({}).requests[0] for _ in range(3)]
     assert [each.order for each in orders] == [2, 3, 4]
-    assert not again.finish(orders[0], as_json({"number": 2}))  # done again, to the same result
-    assert requests[2].name in again.finish(orders[0], as_json({"number": 7}))
+    assert not again.finish_all([(orders[0], as_json({"number": 2}))])  # done again, to the same result
+    (problem,) = again.finish_all([(orders[0], as_json({"number": 7}))])
+    assert requests[2].name in problem
     new = again.submit("optim_step", step_body(model, 5), "new")
     assert new.name not in {each.name for each in requests}
 
@@ -128,9 +130,9 @@ def test_an_error_of_the_server_is_not_logged(tmp_path: Path) -> None:
     given = {"tokens": [1, 2]}
     body = {"prompt": {"chunks": [given]}, "sampling_params": {}, "base_model": "Tiny/Model"}
     sample = desk.submit("asample", json.dumps(body).encode(), "s")
-    assert desk.next_work({}).version == "" and desk.next_work({"": 0}).requests == [sample]
-    desk.finish(sample, error("the replica died", "server"))
-    assert start(tmp_path).next_work({"": 0}).requests[0].name == sample.name
+    assert desk.queue.next_work({}).version == "" and desk.queue.next_work({"": 0}).requests == [sample]
+    desk.finish_all([(sample, error("the replica died", "server"))])
+    assert start(tmp_path).queue.next_work({"": 0}).requests[0].name == sample.name
     assert name
 
 
@@ -143,9 +145,9 @@ def test_samples_and_training_are_in_the_order_of_arrival(tmp_path: Path) -> Non
     desk.submit("optim_step", step_body(f"{name}:train:0", 1), "")
     with pytest.raises(TooBusyError, match=r"service\.max_waiting"):
         desk.submit("asample", body, "")
-    assert [desk.next_work({"x": 0}).kind, desk.next_work({"x": 0}).kind] == ["train", "sync"]
-    assert desk.next_work({"": 0}).kind == "sample"
-    assert desk.next_work({"": 0}).kind == "train"
+    assert [desk.queue.next_work({"x": 0}).kind, desk.queue.next_work({"x": 0}).kind] == ["train", "sync"]
+    assert desk.queue.next_work({"": 0}).kind == "sample"
+    assert desk.queue.next_work({"": 0}).kind == "train"
 
 
 def client(desk: Desk) -> str:
@@ -236,7 +238,7 @@ def test_the_output_layer_has_no_adapter_unless_the_server_says_so(tmp_path: Pat
         desk.submit("create_model", model_body(name, train_unembed=True), "")
     desk.reader.frozen_unembed = True
     desk.submit("create_model", model_body(name, train_unembed=True), "")
-    assert desk.next_work({}).requests[0].call.arguments["spec"]["rank"] == 4
+    assert desk.queue.next_work({}).requests[0].call.arguments["spec"]["rank"] == 4
 
 
 def test_a_client_s_requests_come_in_order(tmp_path: Path) -> None:
@@ -258,31 +260,31 @@ def test_weights_are_not_deleted_while_they_are_sampled(tmp_path: Path) -> None:
     for _ in range(2):  # while it waits, and while it runs
         with pytest.raises(BadRequestError, match="samples of it"):
             desk.submit("delete_checkpoint", delete, "")
-        desk.next_work({path: 0})
-    desk.finish(sample, as_json({}))
+        desk.queue.next_work({path: 0})
+    desk.finish_all([(sample, as_json({}))])
     assert desk.submit("delete_checkpoint", delete, "").order == 1
 
 
 def test_a_sample_of_a_replica_that_died_waits_again(tmp_path: Path) -> None:
     desk = start(tmp_path)
     first, second = (desk.submit("asample", sample_body(seed=seed), "") for seed in range(2))
-    assert desk.next_work({"": 0}).requests == [first, second]
+    assert desk.queue.next_work({"": 0}).requests == [first, second]
     desk.submit("asample", sample_body(seed=2), "")
-    desk.give_back(first)
-    assert (desk.next_work({}).kind, desk.next_work({}).version) == ("sync", "")
-    assert [each.number for each in desk.next_work({"": 0}).requests] == [2, 0]
+    desk.queue.give_back(first)
+    assert (desk.queue.next_work({}).kind, desk.queue.next_work({}).version) == ("sync", "")
+    assert [each.number for each in desk.queue.next_work({"": 0}).requests] == [2, 0]
 
 
 def test_what_waits_and_what_was_done_is_in_the_log_alone(tmp_path: Path) -> None:
     desk = start(tmp_path)
     model = client(desk)
     requests = [desk.submit("forward_backward", passes_body(model, seq), "") for seq in range(1, 50)]
-    desk.next_work({})
+    desk.queue.next_work({})
     assert all(not each.call.arguments for each in requests)
     for request in requests:
-        (taken,) = desk.next_work({}).requests
+        (taken,) = desk.queue.next_work({}).requests
         assert len(taken.call.arguments["data"][0].tokens) == LENGTH
-        desk.finish(request, as_json({"number": request.number}))
+        desk.finish_all([(request, as_json({"number": request.number}))])
     assert all(not each.call.arguments and isinstance(each.result, Place) for each in requests)
     found = [result_of(desk, each.name) for each in requests]
     assert [json.loads(each)["number"] for each in found] == [each.number for each in requests]
@@ -293,7 +295,7 @@ def test_a_result_is_read_in_pieces(tmp_path: Path, size: int) -> None:
     desk = start(tmp_path)
     (request,) = (desk.submit("create_model", model_body(session(desk)), "") for _ in range(1))
     body = np.random.default_rng(size).bytes(size)
-    desk.finish(request, Result("protobuf", body))
+    desk.finish_all([(request, Result("protobuf", body))])
     assert desk.result(request.name)[0] == "protobuf"
     assert result_of(desk, request.name) == body
 
@@ -323,12 +325,12 @@ def test_samples_of_versions_in_slots_run_beside_each_other(tmp_path: Path) -> N
     """A version comes into an empty slot, else into that of the one which was sampled least recently and is idle."""
     desk = start(tmp_path, num_slots=3)
     model = client(desk)
-    desk.next_work({})
+    desk.queue.next_work({})
     a, b, c, d = (f"tinker://{model}/sampler_weights/{name}" for name in "abcd")
     present: dict[str, int] = {"": NO_ADAPTER}
 
     def bring() -> str:
-        work = desk.next_work(present)
+        work = desk.queue.next_work(present)
         assert work.kind == "sync"
         for version in [each for each, slot in present.items() if slot == work.slot]:
             del present[version]
@@ -338,16 +340,16 @@ def test_samples_of_versions_in_slots_run_beside_each_other(tmp_path: Path) -> N
     requests = versions_sampled(desk, a, b, c)
     for request, version in zip(requests, (a, b, c), strict=True):
         assert bring() == version
-        assert desk.next_work(present).requests == [request]
+        assert desk.queue.next_work(present).requests == [request]
     assert sorted(present.values()) == [NO_ADAPTER, 0, 1, 2]
     for request in (requests[1], requests[2]):
-        desk.finish(request, as_json({}))
+        desk.finish_all([(request, as_json({}))])
     versions_sampled(desk, d)
     assert bring() == d and b not in present and a in present, "a is older, but a sample of it runs"
     (again,) = versions_sampled(desk, c)
-    desk.next_work(present)
-    desk.finish(again, as_json({}))
-    desk.finish(requests[0], as_json({}))
+    desk.queue.next_work(present)
+    desk.finish_all([(again, as_json({}))])
+    desk.finish_all([(requests[0], as_json({}))])
     versions_sampled(desk, b)
     assert bring() == b and a not in present
 
@@ -357,18 +359,18 @@ def test_samples_of_versions_in_slots_run_beside_each_other(tmp_path: Path) -> N
 def test_no_two_versions_share_a_slot(tmp_path_factory: pytest.TempPathFactory, num_slots: int, versions: list[int]) -> None:
     desk = start(tmp_path_factory.mktemp("desk"), num_slots=num_slots)
     model = client(desk)
-    desk.next_work({})
+    desk.queue.next_work({})
     present: dict[str, int] = {}
     for version in versions:
         (request,) = versions_sampled(desk, f"tinker://{model}/sampler_weights/{version}")
-        work = desk.next_work(present)
+        work = desk.queue.next_work(present)
         if work.kind == "sync":
             assert request.call.version not in present and 0 <= work.slot < num_slots
             assert work.slot not in present.values() or len(present) == num_slots, "empty ones go first"
             present = {each: slot for each, slot in present.items() if slot != work.slot} | {work.version: work.slot}
-            work = desk.next_work(present)
+            work = desk.queue.next_work(present)
         assert work.requests == [request]
-        desk.finish(request, as_json({}))
+        desk.finish_all([(request, as_json({}))])
 
 
 def passes_that_share(desk: Desk, *accepted: tuple[str, str]) -> list[list[int]]:
@@ -380,7 +382,7 @@ def passes_that_share(desk: Desk, *accepted: tuple[str, str]) -> list[list[int]]
         requests.append(desk.submit(kind, bodies.get(kind, given), ""))
     found = []
     while sum(map(len, found)) < len(requests):
-        found.append([requests.index(each) for each in desk.next_work({}).requests])
+        found.append([requests.index(each) for each in desk.queue.next_work({}).requests])
     return found
 
 
@@ -388,7 +390,7 @@ def test_passes_of_clients_that_wait_share_one(tmp_path: Path) -> None:
     desk = start(tmp_path, checkpoint_every=0, shared_clients=3)
     a, b, c, d = (client(desk) for _ in range(4))
     for _ in range(4):
-        desk.next_work({})
+        desk.queue.next_work({})
     passes, step = "forward_backward", "optim_step"
     found = passes_that_share(desk, (passes, a), (step, a), (passes, b), (step, c), (passes, c), (passes, d), (passes, a))
     assert found == [[0, 2, 5], [1], [3], [4, 6]], "each client's own are in order"
@@ -396,6 +398,29 @@ def test_passes_of_clients_that_wait_share_one(tmp_path: Path) -> None:
     assert found == [[0, 1, 2], [3]], "as many as may"
     found = passes_that_share(desk, (passes, a), ("save_weights", b), (passes, c))
     assert found == [[0], [1], [2]], "it may overwrite weights"
+
+
+def test_a_pass_waits_for_clients_that_had_one_lately(tmp_path: Path) -> None:
+    """For an hour here, as long as one of them is missing. Samples do not wait."""
+    desk = start(tmp_path, checkpoint_every=0, gather_seconds=3600.0)
+    models = [client(desk) for _ in range(3)]
+    for _ in models:
+        desk.queue.next_work({})
+
+    def submit(number: int, seq: int) -> Request:
+        return desk.submit("forward_backward", passes_body(models[number], seq), "")
+
+    first = submit(0, 10)
+    assert desk.queue.next_work({}).requests == [first], "nobody else was here"
+    found, waiting = list[Any](), [submit(1, 11)]
+    thread = threading.Thread(target=lambda: found.append(desk.queue.next_work({}).requests))
+    thread.start()
+    waiting += [submit(2, 12), submit(0, 13)]
+    thread.join(60)
+    assert found == [waiting]
+    submit(1, 14)
+    sample = desk.submit("asample", sample_body(), "s")
+    assert desk.queue.next_work({"": 0}).requests == [sample]
 
 
 @settings(max_examples=50, deadline=None)
@@ -406,7 +431,7 @@ def test_checkpoints_hold_the_first_requests(
     desk = start(tmp_path_factory.mktemp("desk"), checkpoint_every=every)
     models = [client(desk) for _ in range(4)]
     for _ in models:
-        desk.next_work({})
+        desk.queue.next_work({})
     found = passes_that_share(desk, *((kind, models[number]) for kind, number in kinds))
     done = list[int]()
     for group in found:
@@ -420,9 +445,9 @@ def test_checkpoints_hold_the_first_requests(
 
 def test_an_error_of_a_thread_ends_the_main_one(tmp_path: Path) -> None:
     desk = start(tmp_path)
-    desk.fail(OSError("no space is left"))
+    desk.queue.fail(OSError("no space is left"))
     with pytest.raises(OSError, match="no space"):
-        desk.next_work({})
+        desk.queue.next_work({})
 
 
 class FullDisk:

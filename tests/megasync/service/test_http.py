@@ -22,7 +22,8 @@ from engine.adapters import AdapterSpec
 from megasync.config.service_section import ServiceConfig
 from megasync.service.calls import Reader
 from megasync.service.catalog import Catalog
-from megasync.service.desk import Desk, Result, as_json
+from megasync.service.desk import Desk
+from megasync.service.requests import Result, as_json
 from megasync.service.http import Server
 from megasync.service.queries import PREFIX
 from megasync.service.usage import Usage
@@ -51,13 +52,13 @@ class Running:
         self.worker.start()
 
     def _work(self) -> None:
-        while (work := self.desk.next_work({"": 0})).kind != "end":
+        while (work := self.desk.queue.next_work({"": 0})).kind != "end":
             for request in work.requests:
                 self.done.append((request.call.kind, request.call.scope))
-                self.desk.finish(request, self.result or as_json({"number": request.number}))
+                self.desk.finish_all([(request, self.result or as_json({"number": request.number}))])
 
     def close(self) -> None:
-        self.desk.end()
+        self.desk.queue.end()
         self.worker.join()
         self.server.close()
         self.journal.close()
@@ -156,7 +157,7 @@ def test_bodies_that_do_not_arrive_are_bounded(run: Callable[..., Running]) -> N
     assert running.fetch(json.loads(answer)["request_id"])[1]["category"] == "user"
 
 
-def test_one_who_does_not_read_disturbs_nobody(run: Callable[..., Running]) -> None:
+def test_a_client_that_does_not_read_blocks_no_other(run: Callable[..., Running]) -> None:
     running = run(result=as_json({"large": "x" * 2**24}))
     name = running.step(running.model(), 1)
     body = json.dumps({"request_id": name})

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.support.tiny_models import SERVED, write_tiny_model
 
 from megasync.config.errors import ConfigError
+from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.num_ranks import default_num_ranks
 from megasync.service.command import KEY, check_same, check_service, main
@@ -53,6 +55,17 @@ def test_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ke
 @pytest.mark.parametrize("wrap", ["ddp", "megatron_fsdp"])
 def test_either_wrap(model: str, tmp_path: Path, wrap: str) -> None:
     check_service(config(model, tmp_path, engine={"wrap": wrap}), 2)
+
+
+def test_one_gpu_for_trainer_and_replica(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a file, whose keys have values once it is loaded, whether they are written or not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    file = tmp_path / "serve.yaml"
+    given = config(model, tmp_path, rollout={"placement": "colocated"}).model_dump(mode="json", exclude_defaults=True)
+    file.write_text(yaml.safe_dump(given))
+    check_service(load_config(str(file)), 1)
+    with pytest.raises(ConfigError, match=r"^rollout\.offload_trainer = optimizer"):
+        check_service(load_config(str(file), ["rollout.offload_trainer=[optimizer]"]), 1)
 
 
 def test_clients_train_adapters(model: str, tmp_path: Path) -> None:
