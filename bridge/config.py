@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 CANARY_SEQUENCES, CANARY_TOKENS = 4, 64  # scored after each sync, of so many tokens at most
@@ -69,6 +70,35 @@ class SyncConfig(BaseModel):
     sync.log_full_every - 1 more); null: all."""
 
 
+class SpeculationConfig(BaseModel):
+    """Speculative decoding: tokens are drafted, and the model verifies several in one pass. What it samples is distributed as
+    without drafts, and log-probs are the model's own.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    method: Literal["none", "ngram", "draft_model"] = "none"
+    """ngram: prompt lookup, which drafts the tokens that followed an earlier occurrence of the last ones, in the prompt or the
+    response. draft_model: a smaller model of the same vocabulary, whose weights syncs do not change."""
+    path: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """draft_model: its Hugging Face folder."""
+    num_tokens: Annotated[int, Field(ge=1, le=32)] = 4
+    """The most drafted tokens of a sample that one pass verifies."""
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 4
+    """ngram: the longest run of last tokens that is searched for."""
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] = 2
+    """ngram: the shortest run of last tokens that is searched for, where longer ones have no match."""
+
+    @property
+    def is_set(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def draft_path(self) -> str:
+        """Folder of the draft model; empty where there is none."""
+        return self.path if self.method == "draft_model" else ""
+
+
 @dataclass(frozen=True)
 class ReplicaConfig:
     """One vLLM replica: a Ray actor with an AsyncLLM of `tensor_parallel` workers."""
@@ -100,6 +130,7 @@ class ReplicaConfig:
     detokenizes: bool = False  # requests have stop texts: the tokenizer is read at the start
     returns_experts: bool = False  # completions have the experts of their tokens
     returns_support: bool = False  # completions of requests with a `top_k` have the tokens that the sampler kept
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     engine_arguments: dict[str, object] = field(default_factory=dict)  # any vLLM EngineArgs field
     key: str = "rollout"  # of the user's config, for errors
     gpus_beside: int = 0  # of this host, for replicas of other models

@@ -6,7 +6,7 @@ Leaves out who works on them (replicas/).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,18 @@ class Finished:
     key: int
     sample: int
     completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Counts of speculative decoding: passes that verified drafts of a sample, drafted tokens, and those that were accepted."""
+
+    num_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def __add__(self, other: Speculation) -> Speculation:
+        return Speculation(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

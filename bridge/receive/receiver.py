@@ -129,10 +129,10 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self._unpackers[self._slot] = unpacker
 
     def _bake(self, manifest: Manifest) -> LoadPlan:
-        with reload.config_scope(self.vllm_config), fp8.as_created(self.model):
+        with reload.config_scope(self.vllm_config), fp8.original_parameters(self.model):
             transformed, load = reload.transformation(self.model), self.model.load_weights
             plan = bake(manifest, self.model, load, transformed, latent.is_derived)
-        plan.parameters = {name: self.model.get_parameter(name) for name in plan.parameters}  # not those of `as_created`
+        plan.parameters = {name: self.model.get_parameter(name) for name in plan.parameters}  # not those of `original_parameters`
         return plan
 
     @property
@@ -266,6 +266,8 @@ class WorkerExtension:
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
     sleep: Callable[[int], None]
+    wake_up: Callable[[list[str]], None]
+    _draft: dict[str, torch.Tensor] | None = None  # in host memory, since the first sleep at level 2
 
     def megasync_begin(self, fields: dict[str, Any]) -> tuple[list[str], str]:
         """The reasons of a refusal, and the text of an error, or "".
@@ -308,11 +310,26 @@ class WorkerExtension:
         """The worker's `sleep` without its last check. That compares the GPU's free memory before and after, and raises where
         another process has allocated some meanwhile, when all is already released (v1/worker/gpu_worker.py:325, 0.26 and 0.32).
         """
+        if level == 2 and self._draft is None:  # no sync brings the weights of a draft model
+            self._draft = {name: tensor.cpu() for name, tensor in self._draft_tensors().items()}
         try:
             self.sleep(level)
         except AssertionError as error:
             if str(error) != SLEPT_BESIDE_OTHERS:
                 raise
+
+    def megasync_wake(self, kinds: list[str]) -> None:
+        """The worker's `wake_up`; a draft model gets the weights that vLLM dropped."""
+        self.wake_up(kinds)
+        if self._draft and "weights" in kinds:
+            for name, tensor in self._draft_tensors().items():
+                tensor.copy_(self._draft[name])
+
+    def _draft_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the draft model, if there is one."""
+        draft = self.model_runner.get_draft_model()
+        own = (*draft.named_parameters(), *draft.named_buffers()) if draft is not None else ()
+        return {name: tensor.detach() for name, tensor in own}
 
     def megasync_capture_experts(self) -> None:
         self._capture = routing.Capture(self.model_runner)

@@ -34,8 +34,9 @@ CLOSE_SECONDS = 40.0  # longer than the replica gives vLLM
 SIGN_SECONDS = 5.0  # for an actor that is to close to give a sign of life
 RAY_SECONDS = 5.0  # for Ray to kill one
 PING_SECONDS = 1.0
-# vLLM's text where a signal has ended an engine while it started (vllm/v1/engine/utils.py:wait_for_engine_startup).
-KILLED = re.compile(r"Failed core proc\(s\): \{.*: -\d+")
+# vLLM's text where a signal has ended an engine while it started (vllm/v1/engine/utils.py:wait_for_engine_startup). Without a
+# process where its exit code could not be read yet: its pipe closes a moment before.
+KILLED = re.compile(r"Failed core proc\(s\): \{(\}|.*: -\d+)")
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from bridge.generation import Completion, GenerationRequest, GroupRequest
+from bridge.generation import Completion, GenerationRequest, GroupRequest, Speculation
 from bridge.messages import BeginSync, ReplicaState, StageSpan
 from bridge.replicas.actors import ReplicaActors
 from bridge.replicas.launched import ReplicaActor, wait_while_alive
@@ -266,6 +266,14 @@ class ReplicaPool(ReplicaActors):
         except RuntimeError:  # nothing depends on it
             return 0, 0
         return max((host for host, _ in sizes), default=0), max((device for _, device in sizes), default=0)
+
+    def take_speculation(self) -> Speculation:
+        """Of all members since the last call; without those of replicas that were lost."""
+        try:
+            counts = self._call(lambda actor: actor.take_speculation.remote(), CONTROL_SECONDS, what="take_speculation")
+        except RuntimeError:  # nothing depends on it
+            return Speculation()
+        return sum(counts, Speculation())
 
     def sync_spans(self) -> list[list[StageSpan]]:
         """Stages of the last sync, by replica."""

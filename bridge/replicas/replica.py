@@ -17,7 +17,7 @@ from typing import Any
 
 from bridge import processes
 from bridge.config import ReplicaConfig
-from bridge.generation import NO_ADAPTER, Collected, Completion, GenerationRequest, GroupRequest, TokenScores
+from bridge.generation import NO_ADAPTER, Collected, Completion, GenerationRequest, GroupRequest, Speculation, TokenScores
 from bridge.messages import FOLDER_VERSION, BeginSync, Event, NotServingError, ReplicaState, Spans, StageSpan, next_state
 from bridge.notes import find_notes
 from bridge.replicas import places
@@ -270,6 +270,10 @@ class Replica:
         """Of the first worker: see SyncReport."""
         answers = await self._engine.collective_rpc("megasync_loader_fallback")
         return dict(answers[0])
+
+    async def take_speculation(self) -> Speculation:
+        """Since the last call."""
+        return await api.take_speculation(self._engine)
 
     async def memory_bytes(self) -> tuple[int, int]:
         """The largest peak of a worker's resident memory, and the most that is taken of a worker's GPU."""

@@ -8,6 +8,7 @@ teacher.py      whether a model can be the policy's teacher
 unused.py       keys that have no effect beside others
 endpoint.py     whether a teacher's server answers, with the policy's tokenizer
 fp8.py          what quantised replicas exclude
+speculation.py  what drafts of tokens exclude
 exact.py        settings that are not exact or not deterministic
 data.py         evaluation sets, episodes, and vLLM's arguments, which vLLM itself is asked about
 own_functions.py  losses, advantages, filters, callbacks and loggers of the user's own

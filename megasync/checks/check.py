@@ -82,11 +82,9 @@ def check_packages(config: Config) -> None:
     """ConfigError for packages that keys need; not where there is no torch, as on a machine that only submits runs."""
     missing: list[ConfigError] = []
     if config.engine.kernels == "te" and not find_spec("transformer_engine"):
-        lines = {
-            "choices": "auto, torch",
-            "remedy": "install transformer_engine[pytorch], 2.9 to 2.11, or write engine.kernels=auto",
-        }
-        missing.append(wrong(config, "engine.kernels", "TransformerEngine is not installed", **lines))
+        problem, remedy = "TransformerEngine is not installed", "install transformer_engine[pytorch], 2.9 to 2.11"
+        remedy += ", or write engine.kernels=auto"
+        missing.append(wrong(config, "engine.kernels", problem, choices="auto, torch", remedy=remedy))
     if config.engine.kernels == "fla" and not find_spec("fla"):
         problem, remedy = "flash-linear-attention is not installed", "pip install fla-core, or write engine.kernels=auto"
         missing.append(wrong(config, "engine.kernels", problem, choices="auto, torch", remedy=remedy))

@@ -45,7 +45,7 @@ def check_endpoint(config: Config) -> None:
 
 
 def _difference(texts: Sequence[str], own: Sequence[list[int]], found: Sequence[list[int]]) -> str:
-    """Of the first text that has other tokens; empty where none has."""
+    """Describe the first text that has other tokens; empty where none has."""
     for text, ids, theirs in zip(texts, own, found, strict=True):
         if ids != theirs:
             return f"{text[:40]!r} is {theirs[:8]} there and {ids[:8]} here"

@@ -26,6 +26,7 @@ EXACT: Allowed = (
     ("rollout.tensor_parallel", (1,), "sums over workers have another order"),
     ("engine.lora.dropout", (0.0,), "vLLM has no dropout"),
     ("rollout.dtype", ("model",), "quantised weights are others than the trainer's"),
+    ("rollout.speculation.method", ("none",), "verification of several tokens in a pass was not tested"),
     ("rollout.top_p", (1.0,), "the trainer's log-probs are over all tokens"),
     ("rollout.top_k", (0,), "the trainer's log-probs are over all tokens"),
     ("rollout.min_p", (0.0,), "the trainer's log-probs are over all tokens"),
@@ -41,6 +42,7 @@ DETERMINISTIC: Allowed = (
     ("rollout.oversample", (1.0,), "which prompts are done first depends on time"),
     ("rollout.replicas", (1,), "which replica generates a sample depends on time"),
     ("rollout.dtype", ("model",), "vLLM's products in FP8 were not tested"),
+    ("rollout.speculation.method", ("none",), "verification of several tokens in a pass was not tested"),
     ("rollout.stop", ((),), "the step at which vLLM ends a response depends on time"),
     ("rollout.episode", ("",), "the order of turns depends on time"),
     ("algorithm.filter_groups", (False,), "which groups come first depends on time"),
@@ -68,7 +70,7 @@ def deterministic_errors(config: Config) -> Iterator[ConfigError]:
 
 
 def exact_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
-    """For all that has no exact functions."""
+    """Errors for everything that has no exact functions."""
     if not config.model.exact:
         return
     yield from excluded_values(config, "model.exact", (*EXACT, *(ON_GPUS if on_gpus else ON_CPUS)))

@@ -20,7 +20,7 @@ MIN_CAPABILITY = 8.9  # vllm 0.26, compressed_tensors_w8a8_fp8.py: others comput
 
 
 def fp8_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
-    """For all that does not go with quantised replicas."""
+    """Errors for everything that quantised replicas exclude."""
     if config.rollout.dtype != "fp8":
         return
     yield from _key_errors(config)

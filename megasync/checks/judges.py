@@ -1,4 +1,4 @@
-"""Judges: rules of their keys, and one try of those that `rollout.reward` names, before anything starts. No torch in here.
+"""Judges: rules of their keys, and one request to each that `rollout.reward` names, before anything starts. No torch in here.
 
 check_judges(config)                    # ConfigError
 lines = ask_judges(config, inputs)      # each endpoint is asked once
@@ -39,7 +39,7 @@ def check_judges(config: Config) -> None:
 
 
 def _chosen_errors(config: Config) -> Iterator[ConfigError]:
-    """For names of rewards that a source or an evaluation set has, and rollout.reward has not."""
+    """Errors for rewards that a source or an evaluation set names and `rollout.reward` does not have."""
     names = list(weights(config.rollout.reward))
     for key, chosen in config.data.chosen_rewards.items():
         for name in (name for name in chosen if name not in names):

@@ -36,7 +36,7 @@ IGNORE_TEXT = {"token_count"}  # rewards that do not depend on the text of a res
 
 @dataclass(frozen=True)
 class OwnScores:
-    """What one reward gives to the answers of one data set."""
+    """The scores that one reward gives to the answers of one data set."""
 
     key: str  # data.train, data.eval or data.eval.NAME
     reward: str  # as the config names it
@@ -110,7 +110,7 @@ def try_judges(config: Config, data: RunData, most: int = MAX_ANSWERS) -> list[s
 
 
 def own_inputs(config: Config, data: RunData, most: int) -> dict[str, list[RewardInput]]:
-    """Of up to `most` answers of each data set, by key."""
+    """Inputs of rewards: up to `most` answers of each data set, by its key."""
     own = config.rollout
     sets = {**data.by_source, "data.eval": data.held_out}
     sets |= {f"data.eval.{name}": examples for name, examples in data.eval_sets.items()}

@@ -47,7 +47,7 @@ def check_own_functions(config: Config) -> None:
 
 
 def own_functions(config: Config) -> OwnFunctions:
-    """What a run's engine needs beside the config. ConfigError as above."""
+    """The user-defined functions that a run's engine takes beside the config. ConfigError: as above."""
     from engine.objective.own import OwnFunctions
 
     part_weights = tuple(weights(config.rollout.reward).values())

@@ -16,6 +16,7 @@ from megasync.config.errors import ConfigError, refuse_if, wrong
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.scope import RAY_ADDRESS
+from megasync.models.folder import model_shape
 from megasync.models.model_shape import ModelShape
 
 HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
@@ -108,28 +109,33 @@ def _delta_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
 def length_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """A response and one token of a prompt fit everywhere. Prompts: prompts.py."""
     most, positions, problem = config.rollout.max_new_tokens, shape.max_position_embeddings, "leaves no room for a prompt"
+    longest = "rollout.max_new_tokens"
     for key in ("rollout.max_model_len", "engine.tokens_per_microbatch"):
         limit = attrgetter(key)(config)
         if limit is not None and limit <= most:
             remedy = f"write {key}={most + 256} or more, or a lower rollout.max_new_tokens"
             yield wrong(config, key, problem, allowed=f"more than rollout.max_new_tokens = {most}", remedy=remedy)
     if 0 < positions <= most:
-        model, remedy = (
-            f"max_position_embeddings = {positions} in {config.model.path}",
-            f"write rollout.max_new_tokens={positions // 2}",
-        )
-        yield wrong(config, "rollout.max_new_tokens", problem, model=model, remedy=remedy)
+        model, remedy = f"max_position_embeddings = {positions} in {config.model.path}", f"write {longest}={positions // 2}"
+        yield wrong(config, longest, problem, model=model, remedy=remedy)
 
 
 def cache_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """One sequence fits into the KV cache."""
     rollout = config.rollout
     longest = rollout.max_model_len or shape.max_position_embeddings
-    numbers = shape.num_cached_layers * shape.cached_numbers(rollout.tensor_parallel)
-    needed = numbers * cached_item(config) * longest
+    needed = cache_bytes_per_token(config, shape) * longest
     if rollout.kv_cache_bytes is not None and rollout.kv_cache_bytes < needed:
         lines = {"allowed": f"at least {needed}", "remedy": "write more, or a lower rollout.max_model_len"}
         yield wrong(config, "rollout.kv_cache_bytes", f"too small for one sequence of {longest} tokens", **lines)
+
+
+def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """On one worker, of the model and a draft model."""
+    draft = config.rollout.speculation.draft_path
+    shapes = [shape, model_shape(draft)] if draft else [shape]
+    numbers = sum(each.num_cached_layers * each.cached_numbers(config.rollout.tensor_parallel) for each in shapes)
+    return numbers * cached_item(config)
 
 
 def cached_item(config: Config) -> int:

@@ -18,6 +18,7 @@ from megasync.checks.exact import deterministic_errors, exact_errors
 from megasync.checks.fp8 import fp8_errors
 from megasync.checks.served_sizes import cache_errors, length_errors, placement_errors, served_errors
 from megasync.checks.sizes import engine_errors, kernel_errors, rank_errors
+from megasync.checks.speculation import speculation_errors
 from megasync.checks.teacher import teacher_errors
 from megasync.checks.unused import unused_errors
 from megasync.config.errors import ConfigError, nearest_name, refuse, shown_value, wrong
@@ -50,7 +51,9 @@ def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: 
     if config.algorithm.name == "grpo":
         found += served_errors(config, shape, on_gpus=on_gpus)
         found += fp8_errors(config, shape, on_gpus=on_gpus)
-        found += [*length_errors(config, shape), *cache_errors(config, shape), *placement_errors(config, num_ranks)]
+        drafts = list(speculation_errors(config, shape))
+        found += drafts or cache_errors(config, shape)  # the cache is a draft model's, too
+        found += [*length_errors(config, shape), *placement_errors(config, num_ranks)]
     refuse(found)
 
 
@@ -64,10 +67,8 @@ def _override_errors(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(f"engine.overrides.{name} = {value!r}: {reason}", choices=choices, remedy=remedy)
     dtype = config.model.dtype
     if config.engine.gradient_dtype != "float32" and dtype != "bfloat16":
-        problem, remedy = (
-            f"gradients of model.dtype = {dtype} are in float32",
-            "write engine.gradient_dtype=float32, or model.dtype=bfloat16",
-        )
+        remedy = "write engine.gradient_dtype=float32, or model.dtype=bfloat16"
+        problem = f"gradients of model.dtype = {dtype} are in float32"
         yield wrong(config, "engine.gradient_dtype", problem, choices="float32", remedy=remedy)
 
 
@@ -145,11 +146,10 @@ def _schedule_errors(config: Config) -> Iterator[ConfigError]:
     """megatron-core/core/optimizer_param_scheduler.py asserts the same."""
     optimizer = config.engine.optimizer
     rate, end, warmup = optimizer.learning_rate, optimizer.decay_steps, optimizer.warmup_steps
+    lowest = "engine.optimizer.min_learning_rate"
     if optimizer.min_learning_rate > rate:
-        remedy = f"write engine.optimizer.min_learning_rate={rate:g} or less"
-        yield wrong(
-            config, "engine.optimizer.min_learning_rate", f"above engine.optimizer.learning_rate = {rate:g}", remedy=remedy
-        )
+        problem, remedy = f"above engine.optimizer.learning_rate = {rate:g}", f"write {lowest}={rate:g} or less"
+        yield wrong(config, lowest, problem, remedy=remedy)
     if end is not None and end <= warmup:
         remedy = f"write engine.optimizer.decay_steps={warmup + 1} or more, or null for run.steps"
         yield wrong(config, "engine.optimizer.decay_steps", f"not after engine.optimizer.warmup_steps = {warmup}", remedy=remedy)
@@ -161,10 +161,8 @@ def _resume_errors(config: Config) -> Iterator[ConfigError]:
     if config.checkpoint.resume != "newest_weights":
         return
     if not config.keeps_versions:
-        needs = "algorithm.name=grpo, sync.log=deltas"
-        yield wrong(
-            config, key, "the run keeps no weights between checkpoints", needs=needs, remedy=f"write sync.log=deltas, {remedy}"
-        )
+        lines = {"needs": "algorithm.name=grpo, sync.log=deltas", "remedy": f"write sync.log=deltas, {remedy}"}
+        yield wrong(config, key, "the run keeps no weights between checkpoints", **lines)
     if rank:
         problem = f"the log has weights with merged adapters, which cannot be separated (engine.lora.rank = {rank})"
         yield wrong(config, key, problem, needs="engine.lora.rank=0", remedy="write checkpoint.resume=auto")

@@ -33,13 +33,9 @@ def rank_errors(config: Config, world_size: int) -> Iterator[ConfigError]:
         return
     yield from rule_errors(config, rules.ranks_problem(parallel, world_size))
     if nodes and world_size % nodes:
-        remedy, choices = (
-            "write one of the choices, or start another --num-ranks",
-            ", ".join(map(str, rules.divisors(world_size))),
-        )
-        yield wrong(
-            config, "run.trainer_nodes", f"does not divide the {world_size} trainer ranks", choices=choices, remedy=remedy
-        )
+        problem, choices = f"does not divide the {world_size} trainer ranks", ", ".join(map(str, rules.divisors(world_size)))
+        remedy = "write one of the choices, or start another --num-ranks"
+        yield wrong(config, "run.trainer_nodes", problem, choices=choices, remedy=remedy)
 
 
 def engine_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
@@ -125,7 +121,7 @@ def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
 
 
 def linear_widths(shape: ModelShape) -> dict[str, list[int]]:
-    """Of the linears that adapters may have in a model: their dimensions that are not the hidden size."""
+    """Dimensions other than the hidden size of the linears that adapters may have in a model."""
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     head = shape.head_dim or shape.hidden_size // heads
     mlp = [shape.moe_intermediate_size, shape.shared_expert_intermediate_size] if shape.num_experts else []
@@ -133,9 +129,8 @@ def linear_widths(shape: ModelShape) -> dict[str, list[int]]:
     mlp = [size for size in mlp if size]
     widths = {"linear_qkv": [(heads + 2 * groups) * head], "linear_proj": [heads * head]}
     if shape.kv_lora_rank:
-        queries = (
-            {"linear_q_down_proj": [shape.q_lora_rank], "linear_q_up_proj": [shape.q_lora_rank]} if shape.q_lora_rank else {}
-        )
+        names = ("linear_q_down_proj", "linear_q_up_proj") if shape.q_lora_rank else ()
+        queries = {name: [shape.q_lora_rank] for name in names}
         widths = {
             "linear_proj": [heads * shape.v_head_dim],
             **queries,
@@ -162,8 +157,7 @@ def recompute_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]
         yield wrong(config, key, f"{shape.model_type} has no {missing}", **lines)
     if "moe" in modules and engine.parallel.pipeline > 1:
         problem = "with engine.parallel.pipeline above 1 routers do not know which micro-batch is recomputed"
-        yield wrong(
-            config, key, problem, choices="layernorm, core_attn, mlp_act", remedy="leave moe out, or write engine.recompute=full"
-        )
+        remedy = "leave moe out, or write engine.recompute=full"
+        yield wrong(config, key, problem, choices="layernorm, core_attn, mlp_act", remedy=remedy)
     if here in modules and "mlp_act" in modules:
         yield wrong(config, key, f"mlp_act is a part of {here}", choices=choices, remedy=f"leave mlp_act or {here} out")

@@ -31,7 +31,7 @@ NOT_COMPUTED = ("architectures", "bos_token_id", "dtype", "eos_token_id", "initi
 
 
 def teacher_errors(config: Config) -> Iterator[ConfigError]:
-    """For keys of `teacher` that do not go with each other or with the rest."""
+    """Errors for keys of `teacher` that exclude each other or other keys."""
     teacher, defaults = config.teacher, TeacherConfig()
     given = [name for name in TeacherConfig.model_fields if getattr(teacher, name) != getattr(defaults, name)]
     if not teacher.is_set:
@@ -71,7 +71,7 @@ def _place_errors(config: Config) -> Iterator[ConfigError]:
 
 
 def _source_errors(config: Config) -> Iterator[ConfigError]:
-    """Where replicas have teachers by source: each source of data.train has one, and each has a source."""
+    """Errors of teachers by source: each source of data.train has one teacher, and each teacher a source."""
     path, sources = config.teacher.path, config.data.train_sources
     if isinstance(path, str) or config.teacher.is_in_trainer:
         return
@@ -133,9 +133,8 @@ def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterato
         return
     if difference := vocabulary_difference(own, folder):
         remedy = "name a teacher with the policy's tokenizer: log-probs are compared token by token"
-        yield ConfigError(
-            f"{key} = {folder}: its tokenizer is another one than that of model.path = {own}: {difference}", remedy=remedy
-        )
+        problem = f"its tokenizer is another one than that of model.path = {own}: {difference}"
+        yield ConfigError(f"{key} = {folder}: {problem}", remedy=remedy)
     if not config.teacher.is_in_trainer:
         if config.teacher.tensor_parallel not in even_workers(shape):
             yield size_error(config, "teacher.tensor_parallel", uneven_problem(shape), even_workers(shape), folder)
@@ -156,7 +155,6 @@ def _check_version(config: Config) -> None:
     steps = first_step(config)
     if version > steps or version not in there(log):
         listed = some([each for each in sorted(there(log)) if each <= steps][-6:]) if steps else "none: it does not resume"
-        remedy = (
-            "write one of them, or teacher.version=start; of another run's log `megasync export` makes a folder for teacher.path"
-        )
+        other = "of another run's log `megasync export` makes a folder for teacher.path"
+        remedy = f"write one of them, or teacher.version=start; {other}"
         raise wrong(config, "teacher.version", "the run resumes after no such version", versions=listed, remedy=remedy)

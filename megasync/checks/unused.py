@@ -34,6 +34,8 @@ ROLLOUT_KEYS = (
 )
 LOSS, ADVANTAGE, FILTER = "algorithm.loss", "algorithm.advantage", "algorithm.filter_groups"
 CORRECTION, DECAY = "algorithm.importance_correction", ("engine.optimizer.decay_steps", "engine.optimizer.min_learning_rate")
+METHOD = "rollout.speculation.method"
+LOOKUP_KEYS = ("rollout.speculation.prompt_lookup_max", "rollout.speculation.prompt_lookup_min")
 TEMPLATE_KEYS = ("data.system_prompt", "data.chat_template_arguments")
 
 # keys, the key that they are for, its values with which they have an effect, the reason for its other values
@@ -58,6 +60,9 @@ REFUSED: tuple[tuple[Sequence[str], str, tuple[Any, ...], str], ...] = (
     (("sync.log_full_every",), "sync.log", ("deltas",), "keeps no weights"),
     (("sync.log_keep",), "sync.log", ("deltas", "digests"), "keeps no log"),
     (("rollout.cache_on_update",), "rollout.on_update", ("continue",), "holds no samples"),
+    (("rollout.speculation.num_tokens",), METHOD, ("ngram", "draft_model"), "drafts nothing"),
+    (LOOKUP_KEYS, METHOD, ("ngram",), "looks nothing up"),
+    (("rollout.speculation.path",), METHOD, ("draft_model",), "has no draft model"),
     (("rollout.offload_trainer",), "rollout.placement", ("colocated",), "leaves the trainer where it is"),
     (("teacher.divergence",), "teacher.objective", ("top_k", "full"), "is the reverse KL's policy gradient"),
     (("teacher.top_k",), "teacher.objective", ("top_k",), "compares no most likely tokens"),
@@ -98,7 +103,7 @@ NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
 
 
 def unused_errors(config: Config) -> Iterator[ConfigError]:
-    """For keys that have no effect and can only be a mistake."""
+    """Errors for keys that have no effect and can only be a mistake."""
     for keys, owner, values, why in REFUSED:
         given = shown_value(attrgetter(owner)(config))
         if attrgetter(owner)(config) in values or _uses_own(config, owner):

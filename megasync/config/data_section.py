@@ -17,6 +17,7 @@ from engine.config import FilePath, OneOrMore, Section
 Share = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2  # vLLM raises lower values and refuses higher ones (sampling_params.py)
+ANSWER_KEY = "answer"
 EVAL_NAME = re.compile(r"[\w-]+")
 TRAIN_SET = "train"  # `set` of training samples in samples.jsonl; evaluation samples have the name of their set
 TURN_REWARDS = "turn_rewards"  # in `info` of an episode in samples.jsonl: the reward of each step of its environment
@@ -137,7 +138,7 @@ class DataConfig(Section):
     as {math: {path: math.jsonl, samples: 4, temperature: 1.0}}. Empty: no evaluation."""
     prompt_key: str = "question"
     """Column of prompts: texts or lists of messages (sft: also whole conversations); a.b is field b of column a."""
-    answer_key: str = "answer"
+    answer_key: str = ANSWER_KEY
     """Column of answers, which are passed to the reward (sft: texts or messages to train on); a.b is field b of column a."""
     batch_size: PositiveInt = 256
     """Prompts per step; sft: examples per step."""

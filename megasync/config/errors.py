@@ -173,8 +173,9 @@ def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
     """For the block before a command starts anything: a ValueError prints its message and exits with code 2, and so does, with
     `of_files`, an OSError that names a file.
 
-    If all ranks raise the same error, one should `speak`. The others wait: the exit of a silent rank would make torchrun kill
-    the speaking one before it has printed. They speak after SPEAKER_SECONDS, if the speaking rank did not raise the error.
+    If all ranks raise the same error, one of each node should `speak`. The others wait: the exit of a silent rank would make
+    torchrun kill the speaking one before it has printed. They speak after SPEAKER_SECONDS, if the speaking rank did not raise
+    the error.
     """
     try:
         yield

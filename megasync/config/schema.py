@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from bridge.config import ByteSize, OnUpdate, SyncConfig
+from bridge.config import ByteSize, OnUpdate, SpeculationConfig, SyncConfig
 from engine.algorithm import AlgorithmConfig
 from engine.config import OFFLOAD_KINDS, EngineConfig, FilePath, ModelConfig, OffloadKind, OneOrMore, Section, named_or_own
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE, DataConfig, MinP, Share
@@ -159,6 +159,7 @@ class RolloutConfig(Section):
     stop: Annotated[tuple[str, ...], OneOrMore[0], AfterValidator(_stop_texts)] = ()
     """Stop strings; the response includes the one that ended it. vLLM then detokenises while it generates and notices the end
     slightly later, so that equal runs may differ in the last bits."""
+    speculation: SpeculationConfig = SpeculationConfig()
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, by name; fields that another key sets are refused."""
     max_model_len: PositiveInt | None = None
@@ -285,5 +286,6 @@ class Config(Section):
         """Paths that a run reads, by full key; keys without a path are left out."""
         model, lora = self.model.path, self.engine.lora.adapter_path
         inputs = {"model.path": model, "engine.lora.adapter_path": lora, **self.teacher.paths, **self.data.paths}
+        inputs["rollout.speculation.path"] = self.rollout.speculation.path
         inputs |= {f"judges.{name}.path": judge.path for name, judge in self.judges.items()}
         return {key: path for key, path in inputs.items() if path}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bridge.generation import Speculation
 from engine.objective.advantages import is_group_worth_training, overlong_penalty
 from engine.sample import Sample
 from megasync.config.schema import Config
@@ -43,6 +44,12 @@ def batch_metrics(samples: list[Sample], step: int, seconds: float, waited_secon
         "rollout/wait_seconds": waited_seconds,
         "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
     }
+
+
+def speculation_metrics(counts: Speculation) -> dict[str, float]:
+    """The length is of what a pass over drafts adds to a sample: the accepted tokens and one more."""
+    found = {"rollout/drafted_tokens": float(counts.num_drafted), "rollout/accepted_tokens": float(counts.num_accepted)}
+    return found | ({"rollout/accepted_length": 1 + counts.num_accepted / counts.num_passes} if counts.num_passes else {})
 
 
 def source_metrics(groups: Sequence[tuple[str, Sequence[float]]]) -> dict[str, float]:

@@ -140,9 +140,9 @@ class RolloutStream:
         self._num_scoring -= 1
         for sample, scored in zip(event.samples, event.scored, strict=True):
             event.group.scored[sample] = scored
-        self._settle(event.group)
+        self._finish_if_done(event.group)
 
-    def _settle(self, group: Group) -> None:
+    def _finish_if_done(self, group: Group) -> None:
         """A group that is done can be trained; but another one replaces a group that is not worth training, such as one of equal
         rewards, as long as `filter_factor` lets it.
         """
@@ -329,6 +329,6 @@ class RolloutStream:
         self._begin([group for group in restored.groups if group.missing])
         for group in restored.groups:
             self._score_ended(group)
-            self._settle(group)
+            self._finish_if_done(group)
         for note in restored.notes:
             self.note(note)

@@ -4,6 +4,7 @@ api.py           the engine's calls that differ between versions, and the plug-i
 requests.py      requests to it, and their completions
 stops.py         stop texts, looked for in the text that rewards see
 arguments.py     which fields of its EngineArgs a config may set
+speculation.py   drafts of tokens
 outputs.py       tokens kept in its engine core until their request ends
 trace.py         a forward pass that records every intermediate tensor
 multicast.py     no fused all-reduce on hosts without NVLink multicast

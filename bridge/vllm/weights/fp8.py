@@ -61,7 +61,7 @@ def as_loaded(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_created(model: torch.nn.Module) -> Iterator[None]:
+def original_parameters(model: torch.nn.Module) -> Iterator[None]:
     """The parameters of quantised layers, in their memory, are of the classes and have the loaders that they had at first."""
     replaced: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:

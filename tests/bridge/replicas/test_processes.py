@@ -187,13 +187,13 @@ def test_nothing_that_libraries_do_at_exit_holds_a_program_that_is_done(deed: st
 
 UNDISTURBED = """
 import os, signal
-from megasync.launch.processes import end_on_sigterm, end_undisturbed, run_and_leave
+from megasync.launch.processes import end_on_sigterm, ignore_signals, run_and_leave
 def main(arguments):
     end_on_sigterm(and_on_sigint=True)
     try:
         raise ValueError
     except ValueError:
-        end_undisturbed()
+        ignore_signals()
         return 3
     finally:
         for kind in (signal.SIGTERM, signal.SIGINT):

@@ -23,7 +23,7 @@ NUMBERS = st.sets(st.integers(0, 6))
 
 
 @given(st.integers(1, 8), NUMBERS, NUMBERS, NUMBERS)
-def test_those_that_are_there_stay_as_long_as_they_may(count: int, there: set[int], starting: set[int], taken: set[int]) -> None:
+def test_present_replicas_stay_as_long_as_they_may(count: int, there: set[int], starting: set[int], taken: set[int]) -> None:
     wanted = choose_wanted(count, there, starting, taken - there - starting)
     assert len(wanted) == count
     assert wanted <= there or wanted >= there
@@ -68,7 +68,7 @@ def is_busy(actors: SlowActors) -> bool:
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=6), st.sampled_from((0.0, 0.001, 0.004)))
-def test_after_any_changes_those_that_are_wanted_are_there_and_no_others(
+def test_after_any_changes_the_wanted_replicas_are_there_and_no_others(
     changes: list[tuple[int, bool, bool]], seconds: float
 ) -> None:
     """Each change asks for a number; some wait a moment, some let replicas fail."""

@@ -179,7 +179,7 @@ def test_what_waits_in_a_call_is_freed_and_nothing_is_taken_for_arrived(aborts: 
     watch.join()
 
 
-def test_nobody_watches_a_group_that_was_left() -> None:
+def test_a_group_that_was_left_is_not_watched() -> None:
     channel, _ = Channel.listen(1, CPU)
     watch = threading.Thread(target=channel._watch, args=(UnderWay(),))
     watch.start()

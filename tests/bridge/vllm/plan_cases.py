@@ -173,7 +173,7 @@ def quantised_models(families: dict[str, list[str]], tensor_parallel: int) -> di
     for family, (before, after) in families.items():
         config, model = build_model(before, tensor_parallel, is_fp8=True, dtype="bfloat16")
         process(model)
-        with reload.config_scope(config), fp8.as_created(model):
+        with reload.config_scope(config), fp8.original_parameters(model):
             manifest = quantised_manifest(read_folder_manifest(before))
             plan = bake(manifest, model, model.load_weights, reload.transformation(model), latent.is_derived)
         source = QuantisedSource(DictSource(load_file(Path(after) / "model.safetensors")))

@@ -37,6 +37,8 @@ def test_a_response_ends_where_its_text_has_the_stop(kind: str, tmp_path: Path) 
         seen = prompts.detokenizer.text(ids[: ended + 1])
         assert seen.endswith(stop) and seen.count(stop) == 1
         assert stop not in prompts.detokenizer.text(ids[:ended])
+        at_once = looking_for(tmp_path / kind, stop)
+        assert at_once.update(ids, stop_terminated=False) == stop and at_once.output_token_ids == ids[: ended + 1]
 
 
 def test_the_token_that_ends_a_response_is_not_looked_at(tmp_path: Path) -> None:

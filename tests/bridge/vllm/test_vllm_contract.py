@@ -132,6 +132,19 @@ def test_processes_of_a_replica_on_cpus_are_forked_by_what_vllm_looks_at() -> No
     assert all("load_general_plugins()" in inspect.getsource(begins) for begins in (EngineCore, WorkerWrapperBase))
 
 
+def test_values_of_requests_are_expanded_to_their_drafts_as_vllm_says() -> None:
+    """patches.verify_drafts_on_cpus: a request without drafts has no rows, and temperature 0 counts as 1."""
+    from vllm.v1.sample import rejection_sampler
+
+    ours = patches.expand_batch_to_tokens
+    theirs = inspect.signature(rejection_sampler.expand_batch_to_tokens).parameters.values()
+    assert [each.default for each in theirs] == [each.default for each in inspect.signature(ours).parameters.values()]
+    filtering = inspect.getsource(rejection_sampler.apply_sampling_constraints)
+    assert "expand_batch_to_tokens(" in filtering and "apply_top_k_top_p(logits, top_k, top_p)" in filtering
+    assert torch.equal(ours(torch.tensor([0.0, 0.7, 0.5]), torch.tensor([2, 2, 5]), 5, 0, 1), torch.tensor([1, 1, 0.5, 0.5, 0.5]))
+    assert ours(torch.tensor([3, 8]), torch.tensor([1, 3]), 3).tolist() == [3, 8, 8]
+
+
 def test_the_class_of_a_model_is_looked_at_where_patches_put_it() -> None:
     """patches.inspect_models_in_forks."""
     from vllm.model_executor.models import registry
@@ -277,7 +290,7 @@ def test_what_batch_invariance_tells_nccl_is_taken_back(monkeypatch: pytest.Monk
     assert {name: value for name, value in os.environ.items() if name in register.NCCL} == {"NCCL_PROTO": "LL"}
 
 
-def test_what_torchrun_told_the_trainer_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_torchrun_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch takes the address at which vLLM's workers meet for torchrun's store, and waits for it."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)

@@ -21,7 +21,7 @@ from bridge.vllm.serving import api
 from bridge.vllm.serving.requests import sampling_parameters
 from tests.support.tiny_models import write_tiny_model
 
-VOCABULARY, BLOCK, MAX_MODEL_LEN, MAX_NUM_SEQS = 40, 4, 40, 6
+VOCABULARY, BLOCK, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_DRAFTS = 40, 4, 40, 6, 3
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
     folder: Path = write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "block_size": BLOCK, "skip_tokenizer_init": True}
-    configs = {kind: EngineArgs(model=str(folder), **sizes).create_engine_config() for kind in ("async", "plain")}
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 2}}
+    kinds: dict[str, Any] = {"async": {}, "plain": {}, "drafts": drafts}
+    configs = {kind: EngineArgs(model=str(folder), **sizes, **more).create_engine_config() for kind, more in kinds.items()}
     for kind, each in configs.items():
         each.scheduler_config.async_scheduling = kind == "async"  # CPUs have the plain one else
     return lambda kind: configs[kind]
@@ -58,7 +60,7 @@ class Core:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)])
         config.cache_config.num_gpu_blocks = num_blocks
-        is_async = config.scheduler_config.async_scheduling
+        is_async, self.drafts = config.scheduler_config.async_scheduling, config.speculative_config is not None
         config.scheduler_config.scheduler_cls = api.SCHEDULERS[is_async] if is_ours else None
         kind: Any = config.scheduler_config.get_scheduler_cls()
         self.scheduler = kind(config, cache, StructuredOutputManager(config), block_size=BLOCK)
@@ -83,7 +85,7 @@ class Core:
                 self.scheduler.finish_requests(str(number), RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
-        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+        from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()
         requests = self.scheduler.requests
@@ -92,18 +94,34 @@ class Core:
         if len(self.steps) < self.depth:
             return
         scheduled, ended = self.steps.popleft()
-        names = list(scheduled.num_scheduled_tokens)
-        tokens = [self._token(name) if name in ended else [] for name in names]
-        column = np.array([each[0] if each else 0 for each in tokens], np.int32).reshape(-1, 1)
-        seen = LogprobsLists(np.repeat(column, 3, 1), np.float32(column) / 7 - np.arange(3, dtype=np.float32), column[:, 0] + 1)
+        names, drafted = list(scheduled.num_scheduled_tokens), scheduled.scheduled_spec_decode_tokens
+        tokens = [self._tokens(name, drafted.get(name, [])) if name in ended else [] for name in names]
+        column = np.array([token for each in tokens for token in each or [0]], np.int32).reshape(-1, 1)
+        begins = [0, *np.cumsum([max(1, len(each)) for each in tokens]).tolist()] if drafted else None
+        log_probs = np.float32(column) / 7 - np.arange(3, dtype=np.float32)
+        seen = LogprobsLists(np.repeat(column, 3, 1), log_probs, column[:, 0] + 1, begins)
         ran = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens, logprobs=seen)
         for each in self.scheduler.update_from_output(scheduled, ran).values():
             for output in each.outputs:
                 self.seen[output.request_id].append(output)
 
-    def _token(self, name: str) -> list[int]:
-        request = self.scheduler.requests.get(name)
-        return [] if request is None else [random.Random(f"{name} {request.num_tokens}").randrange(VOCABULARY)]
+        if self.drafts:
+            running = [each.request_id for each in self.scheduler.running]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(running, [self._draft(name) for name in running]))
+
+    def _random(self, name: str) -> random.Random:
+        return random.Random(f"{name} {self.scheduler.requests[name].num_tokens}")
+
+    def _draft(self, name: str) -> list[int]:
+        chance = self._random(name)
+        return [chance.randrange(VOCABULARY) for _ in range(chance.randint(0, NUM_DRAFTS))]
+
+    def _tokens(self, name: str, drafts: list[int]) -> list[int]:
+        """Those of the drafts that are accepted, and one more."""
+        if name not in self.scheduler.requests:
+            return []
+        chance = self._random(name)
+        return [*drafts[: chance.randint(0, len(drafts))], chance.randrange(VOCABULARY)]
 
     def state(self) -> dict[str, tuple[Any, ...]]:
         """Of all requests, what a scheduler knows."""
@@ -133,10 +151,10 @@ REQUESTS = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["async", "plain"])
+@pytest.mark.parametrize("kind", ["async", "plain", "drafts"])
 @settings(deadline=None, max_examples=100)
 @given(requests=REQUESTS, num_blocks=st.integers(12, 60), reset_at=st.sampled_from([None, 6, 13]))
-def test_a_scheduler_goes_through_the_same_states_and_tells_the_same(
+def test_a_scheduler_goes_through_the_same_states_and_reports_the_same(
     config: Callable[[str], Any], kind: str, requests: list[dict[str, Any]], num_blocks: int, reset_at: int | None
 ) -> None:
     """Also where few blocks, or a cache that is dropped under way, let requests start again."""

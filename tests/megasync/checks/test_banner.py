@@ -18,12 +18,7 @@ from megasync.checks.banner import banner
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
 from megasync.rollouts.progress import Progress, save_progress
-from tests.support.config_files import cannot_run, write, write_model, write_runnable
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
+from tests.support.config_files import cannot_run, write, write_model
 
 
 def banner_lines(path: Path, *overrides: str, num_ranks: int = 2) -> dict[str, str]:

@@ -15,20 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.algorithm import ADVANTAGES, LOSSES
 from megasync.checks import check
 from megasync.checks.check import check_config
-from megasync.checks.unused import NOTED, REFUSED, unused_keys
-from megasync.config.keys import choices, kind_of
-from megasync.config.load import load_config, save_config
+from megasync.config.load import load_config
 from megasync.config.errors import ConfigError, main_errors
 from tests.support.file_limit import without_override
-from tests.support.config_files import KEYS, ROOT, cannot_run, command, refusal, refused, write_model, write_runnable
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
+from tests.support.config_files import ROOT, cannot_run, command, refusal, refused, write_model
 
 
 def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
@@ -55,7 +47,6 @@ def test_loggers_are_installed(runnable: Path, monkeypatch: pytest.MonkeyPatch) 
     assert error.key == "run.loggers" and error.remedy.startswith("pip install wandb")
 
 
-NAMES = {"algorithm.loss": LOSSES, "algorithm.advantage": ADVANTAGES}  # keys that also take the user's own functions
 MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SELECTIVE = "engine.recompute=selective"
 GOOD: list[tuple[dict[str, object], list[str], int]] = [
@@ -139,11 +130,6 @@ BAD: list[tuple[dict[str, object], list[str], int, str, str]] = [
         "decay_steps=6",
     ),
     ({}, ["run.stop_at_accuracy=0.5"], 2, "run.stop_at_accuracy", "algorithm.name=sft, data.eval"),
-    ({}, ["engine.optimizer.decay_steps=5"], 2, "engine.optimizer.decay_steps", "engine.optimizer.decay=cosine"),
-    ({}, ["engine.optimizer.min_learning_rate=1e-7"], 2, "engine.optimizer.min_learning_rate", "engine.optimizer.decay=cosine"),
-    ({}, ["rollout.cache_on_update=recompute"], 2, "rollout.cache_on_update", "rollout.on_update=continue"),
-    ({}, ["sync.transport=delta", "sync.lanes=false"], 2, "sync.lanes", "sync.transport=auto"),
-    ({}, ["rollout.offload_trainer=[optimizer]"], 2, "rollout.offload_trainer", "write rollout.placement=colocated"),
 ]
 
 
@@ -181,43 +167,6 @@ def test_an_adapter_that_does_not_tell_its_scale_is_refused(runnable: Path, tmp_
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     save_file({"base_model.model.x.q_proj.lora_A.weight": np.zeros((8, 4), np.float32)}, folder / "adapter_model.safetensors")
     assert words in cannot_run(runnable, "engine.lora.rank=8", f"engine.lora.adapter_path={folder}")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["algorithm.name=sft", "rollout.group_size=4", "sync.verify=none"], "rollout.group_size, sync.verify: supervised steps"),
-        (["algorithm.name=sft", "rollout.temperature=0.5"], "rollout.temperature: supervised steps have"),
-        (["algorithm.clip_low=0.1", "algorithm.ratio_level=sequence"], "ratio_level: with one optimizer step a batch every"),
-        (["rollout.evaluate_every_steps=3"], "rollout.evaluate_every_steps: data.eval is empty"),
-        (["rollout.on_update=continue", "rollout.cache_on_update=recompute"], "on_update, rollout.cache_on_update: rollout"),
-        (["checkpoint.keep=2"], "checkpoint.keep: checkpoint.every_steps = 0 writes no checkpoint"),
-        (["rollout.top_k=5", "rollout.top_p=0.8"], "rollout.top_p, rollout.top_k: the trainer normalises over all tokens"),
-        (["data.sampler=difficulty", "data.shuffle=false"], "data.shuffle: data.sampler chooses the prompts"),
-        (["run.steps=4", "engine.optimizer.warmup_steps=5"], "optimizer step 4 of engine.optimizer.warmup_steps = 5"),
-    ],
-)  # fmt: skip
-def test_keys_without_effect_have_a_note(runnable: Path, overrides: list[str], words: str) -> None:
-    config = load_config(runnable, overrides)
-    check_config(config, 2)
-    (note,) = unused_keys(config)
-    assert words in note
-
-
-def test_rules_are_about_keys_that_there_are() -> None:
-    assert not {key for keys, *_ in (*REFUSED, *NOTED) for key in keys} - set(KEYS)
-    for _, owner, values, _ in REFUSED:
-        assert kind_of(KEYS[owner]) is bool or set(values) < set(choices(KEYS[owner]) or NAMES[owner])
-
-
-def test_defaults_are_never_without_effect(runnable: Path) -> None:
-    """Also those that a config says: a run's own config.yaml has all keys."""
-    for name in ("sft", "grpo"):
-        config = load_config(runnable, [f"algorithm.name={name}"])
-        save_config(config, runnable.parent / "saved.yaml")
-        saved = load_config(runnable.parent / "saved.yaml")
-        check_config(saved, 2)
-        assert not unused_keys(saved)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,7 @@ import pytest
 
 from megasync.config.load import load_config
 from megasync.data.load import load_data
-from tests.support.config_files import cannot_run, command, write, write_model, write_runnable
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
+from tests.support.config_files import cannot_run, command, write, write_model
 
 
 def write_prompts(path: Path, *lengths: int) -> Path:

@@ -8,14 +8,9 @@ import pytest
 
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
-from tests.support.config_files import refusal, refused, write_runnable
+from tests.support.config_files import refusal, refused
 
 EPISODE = "rollout.episode=tests.support.episodes:episode"
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
 
 
 def test_an_episode_can_run_with_its_keys(runnable: Path) -> None:

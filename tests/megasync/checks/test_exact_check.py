@@ -11,29 +11,13 @@ from typing import Any
 
 import pytest
 
-from megasync.tools.assets.command import write_assets
 from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.tools.plan.make import check
+from tests.support.config_files import refusal
 
 RUNS = ("model.exact=true", "model.dtype=float32")
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exact")
-    assets = write_assets(folder, seed=0)
-    path = folder / "config.yaml"
-    lines = [f"run: {{dir: {folder}}}", f"model: {{path: {assets.model}}}", f"data: {{train: {assets.train}, batch_size: 4}}"]
-    path.write_text("\n".join([*lines, "rollout: {max_new_tokens: 8, reward: token_count}", ""]))
-    return path
-
-
-def refused(config: Path, *overrides: str) -> ConfigError:
-    with pytest.raises(ConfigError) as error:
-        check_config(load_config(config, overrides), 2)
-    return error.value
 
 
 def test_an_exact_run_can_start(config: Path) -> None:
@@ -59,15 +43,15 @@ def test_an_exact_run_can_start(config: Path) -> None:
     ],
 )
 def test_keys_that_are_not_exact(config: Path, overrides: list[str], key: str, remedy: str) -> None:
-    error = refused(config, *RUNS, *overrides)
+    error = refusal(config, *RUNS, *overrides)
     assert error.key == key and error.remedy.startswith(remedy)
 
 
 def test_on_gpus_it_is_bfloat16(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     check_config(load_config(config, [*RUNS, "model.dtype=bfloat16"]), 1)
-    assert refused(config, *RUNS).remedy == "write model.dtype=bfloat16, or model.exact=false"
-    assert refused(config, *RUNS, "model.dtype=bfloat16", "engine.head_dtype=float32").key == "engine.head_dtype"
+    assert refusal(config, *RUNS).remedy == "write model.dtype=bfloat16, or model.exact=false"
+    assert refusal(config, *RUNS, "model.dtype=bfloat16", "engine.head_dtype=float32").key == "engine.head_dtype"
 
 
 def test_a_plan_asks_for_the_dtype_of_what_is_planned_for(config: Path) -> None:
@@ -89,7 +73,7 @@ def test_models_that_are_not_exact_are_refused(config: Path, fields: dict[str, A
         (tmp_path / file.name).write_bytes(file.read_bytes())
     known = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**known, **fields}))
-    error = refused(config, *RUNS, f"model.path={tmp_path}")
+    error = refusal(config, *RUNS, f"model.path={tmp_path}")
     assert (error.key, error.value, error.remedy) == ("model.exact", "true", "write model.exact=false")
 
 
@@ -104,7 +88,7 @@ def test_models_that_are_not_exact_are_refused(config: Path, fields: dict[str, A
 )
 def test_keys_that_are_not_deterministic(config: Path, key: str, value: str) -> None:
     check_config(load_config(config, ["run.deterministic=true"]), 2)
-    error = refused(config, "run.deterministic=true", f"{key}={value}")
+    error = refusal(config, "run.deterministic=true", f"{key}={value}")
     assert (
         error.key == key
         and "write run.deterministic=false" in f"write {error.remedy.rpartition('or ')[2].removeprefix('write ')}"

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from engine.config import ALL_TARGETS, TARGET_OF
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
-from tests.support.config_files import cannot_run, refused, write_model, write_runnable
+from tests.support.config_files import cannot_run, refused, write_model
 
 LINEARS = {"q_proj": (128, 128), "v_proj": (64, 128), "o_proj": (128, 128)}  # of config_files.MODEL
 RIGHT = {
@@ -30,16 +30,11 @@ RIGHT = {
 }
 
 
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
-
-
 # ------------------------------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize(("own", "other"), [(own, other) for own, others in RIGHT.items() for other in others])
-def test_names_of_other_libraries_are_told_by_ours(runnable: Path, own: str, other: str) -> None:
+def test_names_of_other_libraries_are_refused_with_ours(runnable: Path, own: str, other: str) -> None:
     message = refused(runnable, f"engine.lora.targets=[{other}]")
     assert f"{other} lies in {own}" in message
     assert message.endswith(f"engine.lora.targets=[{own}]")

@@ -125,12 +125,6 @@ def test_names_that_there_are_not(runnable: Path, override: str, example: str) -
         (["algorithm.kl_coefficient=0.1", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator"),
         (["algorithm.advantage=gdpo"], "algorithm.advantage"),
         (["algorithm.advantage=pass_at_k", "algorithm.pass_k=99"], "algorithm.pass_k"),
-        (["algorithm.loss=cispo", "algorithm.dual_clip=3"], "algorithm.dual_clip"),
-        (["algorithm.loss=sapo", "algorithm.clip_low=0.1"], "algorithm.clip_low"),
-        (["algorithm.sapo_temperature_negative=2"], "algorithm.sapo_temperature_negative"),
-        (["algorithm.advantage=remax", "algorithm.baseline=leave_one_out"], "algorithm.baseline"),
-        (["algorithm.pass_k=2"], "algorithm.pass_k"),
-        (["algorithm.name=sft", "algorithm.loss=cispo"], "algorithm.loss"),
     ],
 )
 def test_keys_that_do_not_go_together(runnable: Path, overrides: list[str], key: str) -> None:

@@ -19,11 +19,6 @@ from tests.support.tiny_models import DELTA_SERVED, write_tiny_model
 from tests.support.config_files import cannot_run, command, refusal, refused, write, write_model, write_runnable
 
 
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
-
-
 def test_transports_that_cannot_be(runnable: Path) -> None:
     check_config(load_config(runnable, ["sync.transport=nccl"]), 2)
     with pytest.raises(ConfigError, match=r"sync.transport = 'rdma'[\s\S]*auto, shm, nccl, ipc"):

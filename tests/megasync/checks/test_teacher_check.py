@@ -12,16 +12,11 @@ from megasync.checks.teacher import teacher_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.tools.assets.command import build_tokenizer
-from tests.support.config_files import cannot_run, refusal, refused, write_model, write_runnable
+from tests.support.config_files import cannot_run, refusal, refused, write_model
 
 ENDPOINT = "teacher.endpoint=http://host:8000/v1"
 START = "teacher.version=start"
 SFT = "algorithm.name=sft"
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
 
 
 def write_teacher(folder: Path, **changes: object) -> Path:

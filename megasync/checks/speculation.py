@@ -1,0 +1,76 @@
+"""What `rollout.speculation` excludes: keys, families, and draft models of another vocabulary. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.config import BIASED_ROUTERS, BY_LAYER_TYPE, DELTA_NET_FAMILIES, FAMILIES, GPT_OSS
+from megasync.checks.served_sizes import even_workers, uneven_problem
+from megasync.checks.sizes import size_error
+from megasync.config.errors import ConfigError, wrong
+from megasync.config.schema import Config
+from megasync.models.folder import check_model_folder
+from megasync.models.model_shape import ModelShape
+
+KEY, METHOD, PATH = "rollout.speculation", "rollout.speculation.method", "rollout.speculation.path"
+NONE = f"write {METHOD}=none"
+# vLLM takes folders of some families for heads of multi-token prediction (config/speculative.py:hf_config_override), and asserts
+# that all layers of a draft model keep their keys in one group (v1/spec_decode/llm_base_proposer.py), so that windows are alike
+DRAFTS = tuple(name for name in FAMILIES if name not in (*DELTA_NET_FAMILIES, *BIASED_ROUTERS, *BY_LAYER_TYPE, GPT_OSS))
+OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM 0.26 selects another method for a path with one of these words
+
+
+def speculation_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """Errors for keys and families that exclude drafts, and for draft models that vLLM cannot load. Reads the draft's folder."""
+    own = config.rollout.speculation
+    if not own.is_set:
+        return
+    yield from _key_errors(config)
+    if shape.model_type in DELTA_NET_FAMILIES:
+        problem = f"states of {shape.model_type} after rejected drafts were not tested"
+        yield wrong(config, METHOD, problem, model=config.model.path, choices="none", remedy=NONE)
+    if own.method == "draft_model" and not own.path:
+        yield wrong(config, PATH, "is not set", remedy=f"write {PATH}=FOLDER")
+    elif own.method == "draft_model":
+        yield from _draft_errors(config, shape)
+
+
+def _key_errors(config: Config) -> Iterator[ConfigError]:
+    own, rollout = config.rollout.speculation, config.rollout
+    if own.method == "ngram" and own.prompt_lookup_min > own.prompt_lookup_max:
+        key, problem = f"{KEY}.prompt_lookup_min", f"more than {KEY}.prompt_lookup_max = {own.prompt_lookup_max}"
+        yield wrong(config, key, problem, remedy=f"write {key}={own.prompt_lookup_max} or less")
+    values = {"rollout.min_p": rollout.min_p}
+    values |= {f"data.eval.{name}.min_p": each.min_p for name, each in config.data.eval_sets.items()}
+    for key, value in values.items():
+        if value:
+            message = f"{key} = {value}: vLLM does not verify drafts with it"
+            yield ConfigError(message, choices="0", remedy=f"leave {key} out, or {NONE}")
+    if config.algorithm.router_replay == "rollout":
+        problem = "the experts of rejected drafts would be taken for those of the tokens in their places"
+        remedy = f"write algorithm.router_replay=off, or {NONE}"
+        yield wrong(config, "algorithm.router_replay", problem, choices="off", remedy=remedy)
+    if own.method == "draft_model" and rollout.dtype == "fp8":
+        problem = "rollout.dtype = fp8: vLLM would load a draft model as the model, with random weights"
+        yield wrong(config, METHOD, problem, choices="none, ngram", remedy=f"write {METHOD}=ngram")
+
+
+def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    folder = Path(config.rollout.speculation.path)
+    try:
+        draft = check_model_folder(folder)
+    except ConfigError as error:  # which speaks of model.path
+        yield error.about("model.path", PATH)
+        return
+    if draft.vocab_size != shape.vocab_size:
+        problem = f"its vocabulary has {draft.vocab_size} tokens, and that of model.path {shape.vocab_size}"
+        yield wrong(config, PATH, problem, remedy="name a draft model with the model's tokenizer")
+    if draft.model_type not in DRAFTS:
+        problem = f"vLLM has no draft models of {draft.model_type}"
+        yield wrong(config, PATH, problem, choices=", ".join(DRAFTS), remedy="name a model of one of these families")
+    if word := next((word for word in OTHER_METHODS if word in str(folder.resolve()).lower()), ""):
+        problem = f"vLLM takes a path with {word!r} for a draft of another kind"
+        yield wrong(config, PATH, problem, remedy="name a folder, and folders above it, without this word")
+    if config.rollout.tensor_parallel not in even_workers(draft):
+        yield size_error(config, "rollout.tensor_parallel", uneven_problem(draft), even_workers(draft), folder)
