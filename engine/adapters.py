@@ -49,7 +49,7 @@ class RefusedError(ValueError):
     """What a caller asked for cannot be done; nothing has changed. The same on every rank."""
 
 
-class _Waiting:
+class _SwappedOut:
     """The tensors of an adapter that another one has replaced: parts of a buffer for each dtype."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], *, in_host_memory: bool) -> None:
@@ -104,7 +104,7 @@ class Adapters:
         """
         _check(engine)
         self.engine, self.layout = engine, engine.layout
-        engine.wrapped.settle()
+        engine.wrapped.sync_parameters()
         self.trained: list[Any] = [each for chunk in engine.chunks for each in chunk.parameters() if each.requires_grad]
         self._live = self._make_state()
         self.is_full = not engine.config.lora.rank
@@ -112,9 +112,9 @@ class Adapters:
         self._base = {key: tensor.to("cpu", copy=True) for key, tensor in whole.items()}  # of the base model
         self.specs: dict[str, AdapterSpec] = {}
         self._num_resident = 0 if self.is_full else min(num_resident, self._room())
-        self._waiting: dict[str, _Waiting] = {}  # the one that was used last is the last one
-        self._spare: _Waiting | None = None  # on the device
-        self._present: str | None = None
+        self._swapped_out: dict[str, _SwappedOut] = {}  # the one that was used last is the last one
+        self._spare: _SwappedOut | None = None  # on the device
+        self._active: str | None = None
 
     def create(self, name: str, spec: AdapterSpec) -> None:
         """A new adapter: A drawn by seed and linear as in lora.py, B zero. Of all parameters: those of the base model.
@@ -130,7 +130,7 @@ class Adapters:
         if not (self.is_full or set(spec.targets) & set(self.engine.config.lora.targets)):
             raise RefusedError("train_attn and train_mlp leave out all of engine.lora.targets: there is nothing to train")
         self._reset()
-        self.specs[name], self._present = spec, name
+        self.specs[name], self._active = spec, name
         self._set_scale(spec)
         wrapped = self.engine.wrapped
         for number, chunk in enumerate(self.engine.chunks):
@@ -144,14 +144,14 @@ class Adapters:
     def forget(self, name: str) -> None:
         """Drop the adapter with all of its state."""
         del self.specs[name]
-        self._waiting.pop(name, None)
-        self._present = None if self._present == name else self._present
+        self._swapped_out.pop(name, None)
+        self._active = None if self._active == name else self._active
 
     # ------------------------------------------------------------------------------------------------ copies and files
 
     def factors(self, name: str) -> dict[str, torch.Tensor]:
         """A copy of this rank's part of the adapter, in host memory, for `show`."""
-        self.bring(name)
+        self.activate(name)
         return {key: tensor.to("cpu", copy=True) for key, tensor in self.parameters(self._live).items()}
 
     def show(self, spec: AdapterSpec | None, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ class Adapters:
 
     def save(self, name: str, folder: Path) -> None:
         """This rank's file of the whole state, in a folder that is there."""
-        self.bring(name)
+        self.activate(name)
         save_tensors({key: tensor.cpu() for key, tensor in self._live.items()}, folder / self.file)
 
     def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
@@ -170,7 +170,7 @@ class Adapters:
         tensors = load_file(folder / self.file)
         if any(key not in tensors or tensors[key].shape != tensor.shape for key, tensor in self._live.items()):
             raise RefusedError(f"{folder.name}: it was saved with another engine.wrap or model.dtype")
-        self.bring(name)
+        self.activate(name)
         for key, tensor in self._live.items():
             if with_optimizer or key.startswith(("parameter", "main")):
                 tensor.copy_(tensors[key])
@@ -179,7 +179,7 @@ class Adapters:
 
     def save_peft(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
         """Name and tensors of this stage's part of a PEFT folder, as factors.stage_file's."""
-        self.bring(name)
+        self.activate(name)
         spec = self.specs[name]
         units = self.engine.wrapped.whole_adapters()
         own = ([_cut(each, spec.rank) for each in unit if each.linear.rpartition(".")[2] in spec.targets] for unit in units)
@@ -197,9 +197,9 @@ class Adapters:
     # ------------------------------------------------------------------------------------------------ shared passes
 
     def leaves(self, name: str) -> dict[Any, torch.Tensor]:
-        """The adapter's factors as leaves of a graph, by the model's parameters that hold those of the one that works."""
-        if name != self._present:
-            self._waiting[name] = self._waiting.pop(name)  # the last that was used
+        """The adapter's factors as leaves of a graph, by the model's parameters that hold the active one's."""
+        if name != self._active:
+            self._swapped_out[name] = self._swapped_out.pop(name)  # the last that was used
         state = self._state(name)
         owned = ((parameter, state[f"parameter {number}"]) for number, parameter in enumerate(self.trained))
         return {parameter: tensor.detach().to(parameter.device).requires_grad_() for parameter, tensor in owned}
@@ -213,7 +213,7 @@ class Adapters:
             state[f"added {number}"] += gradient.to(state[f"added {number}"].device)
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
-        return self._live if name == self._present else self._waiting[name].tensors
+        return self._live if name == self._active else self._swapped_out[name].tensors
 
     # ------------------------------------------------------------------------------------------------ turns
 
@@ -250,36 +250,36 @@ class Adapters:
         """The sums of the gradients of the adapter on the device, in the order of WrappedModel.step_gradients."""
         return [tensor for key, tensor in self._live.items() if key.startswith("added")]
 
-    def bring(self, name: str) -> None:
-        """Onto the device. RefusedError where there is no such adapter."""
-        self.engine.wrapped.settle()
-        if name == self._present:
+    def activate(self, name: str) -> None:
+        """Swap the adapter into the model. RefusedError where there is none of this name."""
+        self.engine.wrapped.sync_parameters()
+        if name == self._active:
             return
         if name not in self.specs:
             raise RefusedError(f"there is no adapter {name!r}")
-        brought = self._waiting.pop(name)
-        self._leave()
+        brought = self._swapped_out.pop(name)
+        self._swap_out()
         if self._num_resident:
             brought.move(to_host=False)
             self._spare = brought
         _copy(self._live, brought.tensors)
-        self._present = name
+        self._active = name
         self._set_scale(self.specs[name])
 
     def _reset(self) -> None:
-        """The model is the base model, and no adapter works."""
-        self._leave()
+        """Leave the base model, without an active adapter."""
+        self._swap_out()
         for key, tensor in self._live.items():
             tensor.copy_(self._base[key]) if key in self._base else tensor.zero_()
 
-    def _leave(self) -> None:
-        """The adapter that works waits from now on."""
-        self.engine.wrapped.settle()
-        if self._present is None:
+    def _swap_out(self) -> None:
+        """Copy the active adapter's state out of the model."""
+        self.engine.wrapped.sync_parameters()
+        if self._active is None:
             return
-        waiting, self._spare = self._spare or _Waiting(self._live, in_host_memory=not self._num_resident), None
-        _copy(waiting.tensors, self._live)
-        self._waiting[self._present], self._present = waiting, None
+        stored, self._spare = self._spare or _SwappedOut(self._live, in_host_memory=not self._num_resident), None
+        _copy(stored.tensors, self._live)
+        self._swapped_out[self._active], self._active = stored, None
         self._make_room()
 
     def _room(self) -> int:
@@ -290,9 +290,9 @@ class Adapters:
         return int(RESIDENT_SHARE * torch.cuda.get_device_properties(self.engine.device).total_memory / num_bytes)
 
     def _make_room(self) -> None:
-        """Move all adapters that wait, but the `num_resident` last used ones, to host memory."""
-        for waiting in list(self._waiting.values())[: -self._num_resident or None]:
-            waiting.move(to_host=True)
+        """Move all swapped-out adapters but the `num_resident` last used ones to host memory."""
+        for stored in list(self._swapped_out.values())[: -self._num_resident or None]:
+            stored.move(to_host=True)
 
     def _set_scale(self, spec: AdapterSpec) -> None:
         for _, linear in lora.adapted_linears(self.engine.chunks):

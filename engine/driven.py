@@ -29,7 +29,7 @@ from engine.attention import context
 from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import plan_microbatches
 from engine.engine import Engine
-from engine.model.lora_linears import of_blocks
+from engine.model.lora_linears import split_by_adapter
 from engine.objective import logits, token_losses
 from engine.passes import PipelineRunner
 from engine.runtime.memory import return_free_memory
@@ -111,7 +111,7 @@ class Driven:
         Raises:
             RefusedError: the loss is not finite.
         """
-        self.adapters.bring(name)
+        self.adapters.activate(name)
         microbatches = self._microbatches(data)
         chosen = token_losses.TOKEN_LOSSES[loss]
         of_loss = partial(self._loss, data, len(microbatches), chosen, {**chosen.options, **options})
@@ -136,7 +136,7 @@ class Driven:
         Raises:
             RefusedError: the norm is not finite; the gradients are dropped.
         """
-        self.adapters.bring(name)
+        self.adapters.activate(name)
         optimizer = self.engine.optimizer
         for gradient, added in zip(self.engine.wrapped.step_gradients(), self.adapters.added(), strict=True):
             gradient.copy_(added)
@@ -236,7 +236,7 @@ class Driven:
     ) -> tuple[torch.Tensor, list[Any]]:
         """The sum over the members' losses. Each is multiplied and divided by its number of micro-batches, as alone."""
         shards = shared.num_shards(self.engine.config.parallel)
-        parts = of_blocks(values[0], [micro.num_tokens // shards for _, micro in members])
+        parts = split_by_adapter(values[0], [micro.num_tokens // shards for _, micro in members])
         total, reports = values[0].new_zeros(()), []
         for (number, micro), part in zip(members, parts, strict=True):
             request, count = requests[number], counts[number]

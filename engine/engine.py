@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ from engine.wrap.items import WeightItem
 from engine.wrap.table import FrozenModel, WrappedModel
 
 
+WARM_TOKENS = 64  # of a sequence of `warm_up`
 NAMED_ALONE = OwnFunctions()  # no function of the user's own
 
 
@@ -239,6 +241,24 @@ class Engine:
     def adapter_tensors(self) -> Iterator[factors.PeftFactors]:
         """This stage's adapters in PEFT's names, on its sender. Collective: every rank iterates to the end."""
         return factors.adapter_tensors(self.wrapped.whole_adapters(), self.mbridge, self.layout)
+
+    def warm_up(self) -> None:
+        """Compile kernels, load libraries and connect process groups, which the first step would do. Collective.
+
+        A forward and a backward pass over a micro-batch of made-up tokens, with a loss of 0. Nothing else is changed.
+        """
+        sequence = Sample(np.zeros(2, np.int32), np.zeros(WARM_TOKENS - 2, np.int32), np.zeros(WARM_TOKENS - 2, np.float32))
+        num_tokens = min(self.config.tokens_per_microbatch, self.config.logits_chunk_tokens + WARM_TOKENS)
+        number = self.layout.data_size * max(1, num_tokens // WARM_TOKENS)
+        microbatches = self._minibatch(SampleTable.from_samples([sequence] * number)).microbatches
+        with unchanged_random_state(), lora.training(self.chunks):
+            read = replace(self._criterion.read, divergence=None)  # no teacher has seen these tokens
+            self._runner.run(microbatches, self.chunks, read, lambda _, values: (0.0 * values[0].sum(), None))
+        if self.has_experts:
+            router.take_sums(self.chunks, len(microbatches), self.layout, self.device)
+        router_bias.update(self.chunks, 0.0)
+        self.zero_gradients()
+        return_free_memory()
 
     # ------------------------------------------------------------------------------------------------ one step
 

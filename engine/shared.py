@@ -26,7 +26,7 @@ from engine.batch.packed import PackedSequences
 from engine.config import ParallelConfig
 from engine.engine import Engine
 from engine.model import lora
-from engine.model.lora_linears import Block, Groups, are_grouped, by_rank, of_blocks
+from engine.model.lora_linears import AdapterRows, GroupedProduct, fits_grouped_product, join_by_rank, split_by_adapter
 
 ROWS = 16
 TRIED = (1, 3, 2, 10)  # rows of the parts of a product, in ROWS
@@ -119,7 +119,7 @@ def join(parts: Sequence[MicroBatch], shards: int) -> MicroBatch:
     if (context := parts[0].sequences.context) is not None:
         sequences.context = context.of(lengths)
     sizes = [part.tokens.shape[1] // shards for part in parts]
-    rows = {name: by_rank([getattr(part, name)[0] for part in parts], sizes)[None] for name in ("tokens", "labels")}
+    rows = {name: join_by_rank([getattr(part, name)[0] for part in parts], sizes)[None] for name in ("tokens", "labels")}
     positions, mask = torch.cat([part.position_ids for part in parts], 1), torch.cat([part.mask for part in parts])
     joined = dataclasses.replace(parts[0], samples=[], starts=[], sequences=sequences, **rows)
     return dataclasses.replace(joined, position_ids=positions, mask=mask)
@@ -155,31 +155,31 @@ def move_gradients(leaves: Mapping[Any, torch.Tensor], sums: Mapping[Any, torch.
 
 @contextmanager
 def sharing(chunks: list[torch.nn.Module], rows: Sequence[tuple[int, Mapping[Any, torch.Tensor], float]]) -> Iterator[None]:
-    """Let rows of a pass have adapters of their own: Block.num_rows, factors by the policy's, scale."""
+    """Let rows of a pass have adapters of their own: AdapterRows.num_rows, factors by the policy's, scale."""
     linears = [linear for _, linear in lora.adapted_linears(chunks)]
-    groups = Groups.of([num for num, _, _ in rows], [scale for _, _, scale in rows], next(chunks[0].parameters()).device)
+    grouped = GroupedProduct.of([num for num, _, _ in rows], [scale for _, _, scale in rows], next(chunks[0].parameters()).device)
     for linear in linears:
-        linear.lora_blocks = [Block(num, own[linear.lora_a], own[linear.lora_b], scale) for num, own, scale in rows]
-        linear.lora_groups = groups if are_grouped(linear, linear.lora_blocks) else None
+        linear.lora_rows = [AdapterRows(num, own[linear.lora_a], own[linear.lora_b], scale) for num, own, scale in rows]
+        linear.lora_grouped = grouped if fits_grouped_product(linear, linear.lora_rows) else None
     hooks = list(_whole_sequences(chunks, [num for num, _, _ in rows]))
     try:
         yield
     finally:
         for linear in linears:
-            del linear.lora_blocks, linear.lora_groups
+            del linear.lora_rows, linear.lora_grouped
         for hook in hooks:
             hook.remove()
 
 
 def _whole_sequences(chunks: list[torch.nn.Module], sizes: Sequence[int]) -> Iterator[Any]:
-    """Hooks by which attention gets block after block what lies by tensor-parallel rank, and gives it back by rank."""
+    """Hooks that reorder rows from by-rank to by-adapter before attention, and back after it."""
 
     def whole(_linear: Any, _inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        return torch.cat(of_blocks(outputs[0], sizes)), outputs[1]
+        return torch.cat(split_by_adapter(outputs[0], sizes)), outputs[1]
 
     def shards(_linear: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         num_ranks = len(inputs[0]) // sum(sizes)
-        return (by_rank(torch.split(inputs[0], [size * num_ranks for size in sizes]), sizes),)
+        return (join_by_rank(torch.split(inputs[0], [size * num_ranks for size in sizes]), sizes),)
 
     for chunk in chunks:
         for name, linear in chunk.named_modules():

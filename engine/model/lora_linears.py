@@ -27,8 +27,8 @@ from engine.runtime.megatron import ColumnParallelLinear, RowParallelLinear, ten
 
 
 @dataclass(frozen=True)
-class Block:
-    """Rows of a pass that several adapters share: those of one, with its factors."""
+class AdapterRows:
+    """One adapter's rows of a pass that several adapters share, and its factors."""
 
     num_rows: int  # consecutive ones, under sequence parallelism of each tensor-parallel rank
     a: torch.Tensor
@@ -37,20 +37,20 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The blocks of a pass, for products of all of them in one kernel, whose bits depend on the number of rows."""
+class GroupedProduct:
+    """Products of all adapters' rows of a pass in one grouped kernel, whose bits depend on the number of rows."""
 
-    ends: torch.Tensor  # int32 [blocks], where each one's rows end
+    ends: torch.Tensor  # int32 [adapters], where each one's rows end
     scales: torch.Tensor  # float32 [rows, 1]
 
     @classmethod
-    def of(cls, counts: Sequence[int], scales: Sequence[float], device: torch.device) -> Groups:
+    def of(cls, counts: Sequence[int], scales: Sequence[float], device: torch.device) -> GroupedProduct:
         rows = torch.tensor(counts, device=device)
         scale_of_row = torch.tensor(scales, device=device).repeat_interleave(rows)
         return cls(rows.cumsum(0).to(torch.int32), scale_of_row[:, None])
 
     def product(self, inputs: torch.Tensor, factors: Sequence[torch.Tensor], *, is_scaled: bool = False) -> torch.Tensor:
-        """Inputs [..., in] with each block's factor [out, in]."""
+        """Inputs [..., in] with each adapter's factor [out, in]."""
         transposed = torch.stack(list(factors)).transpose(1, 2)
         out = F.grouped_mm(inputs.flatten(0, -2), transposed, offs=self.ends)
         if is_scaled:
@@ -58,12 +58,12 @@ class Groups:
         return out.view(*inputs.shape[:-1], -1)
 
 
-def are_grouped(linear: Any, blocks: Sequence[Block]) -> bool:
+def fits_grouped_product(linear: Any, adapters: Sequence[AdapterRows]) -> bool:
     """Whether one kernel reads a linear's factors: on CUDA, in 16 bits, with rows of a multiple of 16 bytes.
 
-    On CPUs blocks go one by one, each with the bits that it has alone.
+    On CPUs adapters go one by one, each with the bits that it has alone.
     """
-    factors = [factor for block in blocks for factor in (block.a, block.b)]
+    factors = [factor for each in adapters for factor in (each.a, each.b)]
     fits = all(each.is_cuda and each.element_size() == 2 and each.shape[1] % 8 == 0 for each in factors)
     return fits and not linear.sequence_parallel
 
@@ -79,31 +79,31 @@ class Adapted:
     lora_shown = ""  # the name of the adapter in use; empty: the policy's
     lora_kept: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = MappingProxyType({})  # A and B of others, by name
 
-    lora_blocks: Sequence[Block] = ()  # all rows of a shared pass, see engine/shared.py
-    lora_groups: Groups | None = None  # of these blocks, where one kernel multiplies all of them
+    lora_rows: Sequence[AdapterRows] = ()  # all rows of a shared pass, see engine/shared.py
+    lora_grouped: GroupedProduct | None = None  # of these, where one kernel multiplies all of them
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A and B of the policy or, under `showing`, of the adapter of that name, where there is any."""
         return self.lora_kept.get(self.lora_shown) if self.lora_shown else (self.lora_a, self.lora_b)
 
     def _low(self, inputs: torch.Tensor, a: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
-        """scale A x of inputs [T, ..., in], in a shared pass of each block by itself, on CPUs with the bits that it has alone."""
-        if not self.lora_blocks:
+        """scale A x of inputs [T, ..., in], in a shared pass by adapter, on CPUs with the bits that it has alone."""
+        if not self.lora_rows:
             return product(self._dropped(inputs, is_shard=is_shard), a) * self.lora_scale
-        if self.lora_groups is not None:
-            return self.lora_groups.product(inputs, [block.a for block in self.lora_blocks], is_scaled=True)
-        return self._by_block(inputs, lambda rows, block: product(rows, block.a) * block.scale)
+        if self.lora_grouped is not None:
+            return self.lora_grouped.product(inputs, [each.a for each in self.lora_rows], is_scaled=True)
+        return self._by_adapter(inputs, lambda rows, own: product(rows, own.a) * own.scale)
 
     def _high(self, low: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """B of what `_low` gave, likewise."""
-        if self.lora_groups is not None:
-            return self.lora_groups.product(low, [block.b for block in self.lora_blocks])
-        return self._by_block(low, lambda rows, block: product(rows, block.b)) if self.lora_blocks else product(low, b)
+        if self.lora_grouped is not None:
+            return self.lora_grouped.product(low, [each.b for each in self.lora_rows])
+        return self._by_adapter(low, lambda rows, own: product(rows, own.b)) if self.lora_rows else product(low, b)
 
-    def _by_block(self, rows: torch.Tensor, compute: Callable[[torch.Tensor, Block], torch.Tensor]) -> torch.Tensor:
-        sizes = [block.num_rows for block in self.lora_blocks]
-        parts = zip(of_blocks(rows, sizes), self.lora_blocks, strict=True)
-        return by_rank([compute(part, block) for part, block in parts], sizes)
+    def _by_adapter(self, rows: torch.Tensor, compute: Callable[[torch.Tensor, AdapterRows], torch.Tensor]) -> torch.Tensor:
+        sizes = [each.num_rows for each in self.lora_rows]
+        parts = zip(split_by_adapter(rows, sizes), self.lora_rows, strict=True)
+        return join_by_rank([compute(part, own) for part, own in parts], sizes)
 
     def _dropped(self, inputs: torch.Tensor, *, is_shard: bool) -> torch.Tensor:
         """Dropout, the same on all tensor-parallel ranks where the input is, and another on each of its shards."""
@@ -123,18 +123,18 @@ def product(inputs: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return F.linear(inputs.flatten(0, -2), factor).view(*inputs.shape[:-1], -1)
 
 
-def of_blocks(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Rows [T, ...] that lie by tensor-parallel rank, and of each rank by block, as a tensor a block; also one rank's rows alone.
+def split_by_adapter(rows: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Rows [T, ...], by tensor-parallel rank and in each rank by adapter, as one tensor per adapter; also one rank's rows alone.
 
-    `sizes`: of each block the number of its rows on a rank.
+    `sizes`: the number of each adapter's rows on a rank.
     """
     pieces = torch.split(rows, [*sizes] * (len(rows) // sum(sizes)))
     return [torch.cat(pieces[number :: len(sizes)]) for number in range(len(sizes))]
 
 
-def by_rank(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
-    """The inverse of `of_blocks`."""
-    pieces = [torch.split(block, size) for block, size in zip(blocks, sizes, strict=True)]
+def join_by_rank(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """The inverse of `split_by_adapter`."""
+    pieces = [torch.split(part, size) for part, size in zip(parts, sizes, strict=True)]
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 

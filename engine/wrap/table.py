@@ -34,7 +34,7 @@ class DdpChunk:
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
         """(local name, tensor) of the parameters, a transformer layer at a time; each one outside of the layers alone."""
-        self.settle()
+        self.sync_parameters()
         named = self.module.module.named_parameters()
         kept = ((name, tensor) for name, tensor in named if tensor.requires_grad or not only_trained)
         for _, unit in itertools.groupby(kept, lambda pair: layer_of(pair[0])):
@@ -52,7 +52,7 @@ class DdpChunk:
         """The parameters outside of the optimizer; as `parameters`."""
         return iter(())
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         """Make the parameters current between passes, so that they can be read and set."""
         if not self.is_in_place:
             self.module.start_param_sync(force_sync=True)
@@ -106,7 +106,7 @@ class FsdpChunk:
     def main_weights(self) -> Iterator[torch.Tensor]:
         return self._buffers("main_weight_buffer")
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         self.module.module.synchronize_param_gather()  # drops what is gathered
 
     def trained(self) -> Iterator[torch.Tensor]:
@@ -230,10 +230,10 @@ class WrappedModel:
         """Likewise, of the weights in the optimizer's precision that lie in the wrap and not in the optimizer."""
         return itertools.chain.from_iterable(chunk.main_weights() for chunk in self._chunks)
 
-    def settle(self) -> None:
+    def sync_parameters(self) -> None:
         """Make `trained` current between passes, so that they can be read and set."""
         for chunk in self._chunks:
-            chunk.settle()
+            chunk.sync_parameters()
 
     def trained(self) -> Iterator[torch.Tensor]:
         """What this rank has of the parameters that are trained."""

@@ -426,20 +426,21 @@ def grouped(path: str) -> dict[str, Any]:
         found = []
         for name, passed in zip(names, share(requests), strict=True):
             assert isinstance(passed, Passed)
-            driven.adapters.bring(name)
+            driven.adapters.activate(name)
             found += [torch.from_numpy(np.concatenate(passed.log_probs)), *(each.clone() for each in driven.adapters.added())]
             for each in driven.adapters.added():
                 each.zero_()
         return found
 
     alone = results(lambda given: [found for each in given for found in driven.share([each])])
-    of_groups = lora_linears.Groups.product
+    of_groups = lora_linears.GroupedProduct.product
 
-    def counted(self: lora_linears.Groups, *given: Any, **named: Any) -> torch.Tensor:
+    def counted(self: lora_linears.GroupedProduct, *given: Any, **named: Any) -> torch.Tensor:
         products.append(True)
         return of_groups(self, *given, **named)
 
-    with mock.patch.object(shared, "are_grouped", return_value=True), mock.patch.object(lora_linears.Groups, "product", counted):
+    fits = mock.patch.object(shared, "fits_grouped_product", return_value=True)
+    with fits, mock.patch.object(lora_linears.GroupedProduct, "product", counted):
         together = results(driven.share)
     return {"products": len(products), "difference": max(difference(a, b) for a, b in zip(alone, together, strict=True))}
 

@@ -145,7 +145,7 @@ def losses(cases: list[dict[str, Any]], num_steps: int = 10) -> list[list[tuple[
 
 
 def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[dict[str, Any]]:
-    """Losses without and with an offload of `kinds` after each step, and what was left of the storages meanwhile."""
+    """Losses without and with a warm-up, and an offload of `kinds` after each step; what was left of the storages meanwhile."""
     from engine.config import OFFLOAD_KINDS
     from engine.offload import Offload, storages
 
@@ -157,6 +157,8 @@ def offloaded_losses(cases: list[dict[str, Any]], num_steps: int = 3) -> list[di
         for moves in (False, True):
             with engine(path, name="grpo", kl_coefficient=0.01, **case) as built:
                 offload, history = Offload(built), []
+                if moves:
+                    built.warm_up()
                 for step in range(num_steps):
                     metrics = built.update(built.prepare(random_samples(16, seed=step)))
                     history.append((metrics["loss/total"], metrics["grad_norm"]))

@@ -67,6 +67,7 @@ def teacher_metrics(cases: list[dict[str, Any]], num_steps: int = 2) -> list[lis
         case, steps = {"name": "grpo", "max_new_tokens": 15, **case}, []
         given = case.pop("teacher")
         with engine(case.pop("path"), teacher=choice_of(given), **case) as built:
+            built.warm_up()  # which needs no values of the teacher
             steps += [built.update(built.prepare(batch_of(built, step, given))) for step in range(num_steps)]
         results.append(steps)
     return results

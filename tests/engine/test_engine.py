@@ -161,11 +161,12 @@ def test_resumed_run_equals_the_uninterrupted_one(shallow: str, tmp_path: Path) 
         assert case["dtype"] == "bfloat16" or result["worst"] < 1e-4
 
 
-def test_offload_between_steps_changes_nothing(shallow: str, models: dict[tuple[str, bool], str]) -> None:
+def test_a_warm_up_and_offload_between_steps_change_nothing(shallow: str, models: dict[tuple[str, bool], str]) -> None:
     """Losses, gradient norms and final log-probs bit for bit; what was taken off the device was really given up."""
     cases: list[dict[str, Any]] = [{"path": shallow, "wrap": wrap, "dtype": "bfloat16"} for wrap in WRAPS]
     cases += [{**case, "kinds": ("gradients", "optimizer")} for case in cases]
     cases.append({"path": models["qwen3_moe", False], "wrap": "megatron_fsdp"})
+    cases.append({"path": shallow, "wrap": "ddp", "dtype": "float16", "lora": {"rank": 4, "dropout": 0.5}, "pipeline": 2})
     arguments = {"cases": cases, "num_steps": 2}
     for case, result in zip(cases, run_ranks(2, "tests.engine.engine_cases:offloaded_losses", arguments)[0], strict=True):
         print(case, result)

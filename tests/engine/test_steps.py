@@ -118,7 +118,7 @@ def test_passes_over_a_batch_are_updates_on_the_same_old_log_probs(model: str) -
 # ---------------------------------------------------------------------------------------------------------- objectives
 
 
-def test_the_temperature_of_rollouts_is_no_matter_of_supervised_steps(model: str) -> None:
+def test_supervised_steps_ignore_the_temperature_of_rollouts(model: str) -> None:
     plain, hot = run_ranks(1, "tests.engine.step_cases:supervised_metrics", {"path": model, "temperatures": [1.0, 0.5]})[0]
     print(plain, hot)
     assert plain == hot

@@ -141,14 +141,14 @@ class GptOssBridge(LLMBridge):  # type: ignore[misc]
         config = self._build_base_config(
             softmax_type="learnable",
             add_qkv_bias=True,
-            activation_func_clamp_value=self.hf_config.swiglu_limit,
+            activation_func_clamp_value=getattr(self.hf_config, "swiglu_limit", 7.0),  # no fields of transformers 5.17
             moe_ffn_hidden_size=self.hf_config.intermediate_size,
             moe_router_topk=self.hf_config.num_experts_per_tok,
             num_moe_experts=self.hf_config.num_local_experts,
             moe_router_score_function="softmax",
         )
         config.add_bias_linear = True  # not above: transformer_config.py:1588 refuses it under tensor parallelism
-        config.swiglu_alpha = self.hf_config.swiglu_alpha
+        config.swiglu_alpha = getattr(self.hf_config, "swiglu_alpha", 1.702)
         return config
 
     def _weight_to_hf_format(self, name: str, weight: torch.Tensor) -> tuple[list[str], list[torch.Tensor]]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from bridge.export.merge import merge_into, squared_error
 from engine.config import DELTA_NET_TARGETS, LATENT_TARGETS, TARGET_OF
-from engine.model.lora_linears import Groups, product
+from engine.model.lora_linears import GroupedProduct, product
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import publish, write_tiny_model
 
@@ -374,7 +374,7 @@ def test_one_product_of_all_blocks_is_that_of_each(counts: list[int], sizes: tup
         product(part, factor) * (scale if is_scaled else 1.0)
         for part, factor, scale in zip(inputs.split(counts), factors, scales, strict=True)
     ]
-    found = Groups.of(counts, scales, inputs.device).product(inputs, factors, is_scaled=is_scaled)
+    found = GroupedProduct.of(counts, scales, inputs.device).product(inputs, factors, is_scaled=is_scaled)
     weights = torch.randn(found.shape, generator=generator)
     leaves = [inputs, *factors]
     for one, other in zip(
