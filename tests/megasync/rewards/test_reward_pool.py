@@ -150,9 +150,23 @@ FAILURES = {
 }
 
 
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    """The error of each deed; all of them side by side in one pool."""
+    groups = {deed: given("good", deed, level=2) for deed in FAILURES}
+
+    async def main() -> list[list[Scored] | BaseException]:
+        with RewardPool(RolloutConfig(reward=f"{CASES}:deed", reward_timeout_seconds=0.5)) as pool:
+            return await asyncio.gather(*map(pool.score_group, groups.values()), return_exceptions=True)
+
+    errors = dict(zip(groups, asyncio.run(main()), strict=True))
+    assert children() == [] and all(isinstance(error, RewardError) for error in errors.values())
+    return {deed: str(error) for deed, error in errors.items()}
+
+
 @pytest.mark.parametrize("deed", FAILURES)
-def test_a_reward_that_fails_stops_with_its_sample(deed: str) -> None:
-    text = failure(f"{CASES}:deed", *given("good", deed, level=2), reward_timeout_seconds=0.5)
+def test_a_reward_that_fails_stops_with_its_sample(deed: str, failed: dict[str, str]) -> None:
+    text = failed[deed]
     assert text.startswith(f"the reward {CASES}:deed {FAILURES[deed][0]}"), text
     for words in (*FAILURES[deed], "data line: 2", "prompt:    '12+34='", f"response:  {deed!r}", "reward_on_failure=zero"):
         assert words in text, text
@@ -165,7 +179,7 @@ def test_a_function_of_a_list_that_does_not_say_so_is_reported_to(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["deed", "async_deed"])
-def test_or_is_worth_zero_and_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reward_that_fails_is_worth_zero_and_counted(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The others are scored all the same, once more where they were in a process that died."""
     deeds = [deed for deed in FAILURES if deed != "hangs in C"]
     deeds += ["nan"] * 2
@@ -181,7 +195,7 @@ def test_or_is_worth_zero_and_counted(name: str, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(("deed", "words"), {"is killed": f"{DEAD}KILL", "hangs": "took longer than", "waits": "took"}.items())
-def test_of_those_that_share_a_process_the_right_one_is_named(deed: str, words: str) -> None:
+def test_the_guilty_sample_of_a_shared_process_is_named(deed: str, words: str) -> None:
     """`hangs` keeps the event loop of all of them from running."""
     samples = given(*["good"] * 10, deed, *["fine"] * 10)
     text = failure(f"{CASES}:async_deed", *samples, reward_timeout_seconds=1, reward_processes=1)
@@ -190,7 +204,7 @@ def test_of_those_that_share_a_process_the_right_one_is_named(deed: str, words: 
 
 
 @pytest.mark.parametrize("deed", ["is killed", "hangs"])
-def test_those_behind_a_sample_that_ends_their_process_are_scored_by_another(deed: str) -> None:
+def test_samples_after_one_that_ends_their_process_are_scored_by_another(deed: str) -> None:
     """Short calls are sent ahead; the limit of each begins when it does."""
     samples = given(*["good"] * 300, deed, *["fine"] * 300)
     keys = {"reward_timeout_seconds": 2, "reward_processes": 1}
@@ -203,7 +217,7 @@ def test_a_sample_is_not_blamed_for_what_one_before_it_has_left_behind() -> None
     assert totals(f"{CASES}:deed", given("good", "leaves a thread", "takes a second", "good"), **keys) == [4] * 4
 
 
-def test_of_many_side_by_side_the_guilty_alone_fail(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_guilty_of_many_side_by_side_fail(caplog: pytest.LogCaptureFixture) -> None:
     """They are called again in smaller sets, not one after the other."""
     responses = [*["good"] * 50, "is killed", *["good"] * 40, "crashes", *["good"] * 30, "leaves", *["fine"] * 5]
     keys = {"reward_processes": 2, "reward_concurrency": 128, "reward_on_failure": "zero"}
