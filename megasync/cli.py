@@ -24,7 +24,7 @@ from megasync.config.errors import explain, nearest_name
 from megasync.config.own_packages import shadowing
 from megasync.config.shipped import how_to_install
 from megasync.launch.launcher import forget
-from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, open_output, run_and_leave
+from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, repair_output, run_and_leave
 
 VERBS = {  # one line of help each
     "train": "train with a config, on this machine's GPUs or CPU",
@@ -127,7 +127,7 @@ def _problem(name: str, arguments: Sequence[str]) -> str:
 
 
 def _not_installed(verb: str, package: str) -> int:
-    """Prints the message for a missing package: a plain `pip install .` can only check and submit configs."""
+    """Prints the message for a missing package: a plain `pip install .` has none for training."""
     headline = f"megasync {verb}: needs the package {package}, which is not installed"
     print(explain(headline, remedy=how_to_install()), file=sys.stderr)
     return REFUSED
@@ -142,7 +142,7 @@ def _has_reader() -> bool:
 
 def entry() -> NoReturn:
     """Entry point of the console script and of `python -m megasync`. Both import rewards from the working folder."""
-    open_output()
+    repair_output()
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     if files := shadowing(Path.cwd(), OF_LANES):

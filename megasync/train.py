@@ -36,7 +36,7 @@ from megasync.launch import launcher
 from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.launch.processes import end_on_sigterm, end_undisturbed, run_and_leave, torchrun
+from megasync.launch.processes import end_on_sigterm, ignore_signals, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.launch.stop_request import forget_former_stop, forget_stop_before_launch
 from megasync.report.log import read_summary
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with main_errors(speak=True):
         launcher.await_store(os.environ)
-    with main_errors(speak=rank == 0):
+    with main_errors(speak=is_first_of_node()):
         config = load_config(given.config, given.overrides)
         check_config(config, world_size, needs_data=False, makes_folder=True)
         if rank == 0:
@@ -85,12 +85,17 @@ def main(arguments: Sequence[str]) -> int:
 
         use_deterministic()  # also by its environment, which replicas inherit
     with starting_replicas(config, rank) as replicas:
-        with main_errors(speak=rank == 0):
+        with main_errors(speak=is_first_of_node()):
             reads_data = rank == 0 or config.algorithm.name == "sft"  # rollouts are rank 0's
             data = load_data(config) if reads_data else None
         if rank == 0 and config.run.progress != "none":
             print(banner(config, world_size, data), flush=True)
         return run(config, data, replicas)
+
+
+def is_first_of_node() -> bool:
+    """Whether this rank prints errors that all ranks raise: each node's log has them before the head's launcher ends."""
+    return os.environ["LOCAL_RANK"] == "0"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -206,13 +211,13 @@ def run(config: Config, data: RunData | None, replicas: ReplicaStart | None) -> 
     session, last_lines = None, ""
     try:
         heartbeat.start()
-        with main_errors(speak=rank == 0, of_files=False):  # errors of files may pass: a restart tries again
+        with main_errors(speak=is_first_of_node(), of_files=False):  # errors of files may pass: a restart tries again
             session = build_session(config, data, replicas, heartbeat, ends)
         train(session)
         last_lines = finish(session)
         ends.is_done = True
     except Exception as error:
-        end_undisturbed()  # the other ranks have failed as well, and torchrun ends this one
+        ignore_signals()  # the other ranks have failed as well, and torchrun ends this one
         get_error_handler().record_exception(error)  # for the launcher's last lines
         if not is_known(error):
             raise

@@ -18,6 +18,7 @@ render.py       job files for Slurm and KubeRay
 launcher.py     whether a launcher has started this process as a rank
 stop_request.py which `stop` in a run's folder is a request to this run
 exit_summary.py the last lines of a launcher whose run did not finish
+connect.py      whether something listens at an address
 scope.py        a run's processes, temporary files and sockets, and their end
 processes.py    processes that end with the one that started them
 machine.py      packages, memory, shared memory and disk of this machine

@@ -27,13 +27,13 @@ class Pool(NamedTuple):
 
 
 def pool_options(pools: Sequence[Pool]) -> list[str]:
-    """Of the driver's command line."""
+    """The pools as --pool options of the driver's command line."""
     return [word for pool in pools for word in ("--pool", *map(str, pool))]
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Of the trainer, and of replicas with GPUs of their own."""
+    """GPUs that the trainer needs, and replicas with GPUs of their own."""
 
     num_ranks: int
     trainer_nodes: int = 0  # run.trainer_nodes

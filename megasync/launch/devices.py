@@ -11,6 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+SMI_SECONDS = 120.0  # a driver that does not stay loaded takes seconds a GPU
+
 
 def visible_devices() -> tuple[str, ...]:
     """The GPUs that a process started from here sees."""
@@ -20,21 +22,28 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def gpu_names() -> list[str]:
-    """What nvidia-smi calls the GPUs of this machine."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    """Names that nvidia-smi gives to the GPUs of this machine."""
+    lines = [line for line in ask_nvidia_smi("-L").splitlines() if line.startswith("GPU ")]
     return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
 def compute_capabilities() -> list[float]:
-    """Of the visible GPUs; none where nvidia-smi does not say."""
-    if shutil.which("nvidia-smi") is None or not (visible := visible_devices()):
+    """Compute capabilities of the visible GPUs; none where nvidia-smi does not say."""
+    if not (visible := visible_devices()):
         return []
-    command = ["nvidia-smi", "-i", ",".join(visible), "--query-gpu=compute_cap", "--format=csv,noheader"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return [float(each) for each in listed if each.replace(".", "", 1).isdigit()]
+    listed = ask_nvidia_smi("-i", ",".join(visible), "--query-gpu=compute_cap", "--format=csv,noheader")
+    return [float(each) for each in listed.split() if each.replace(".", "", 1).isdigit()]
+
+
+def ask_nvidia_smi(*arguments: str) -> str:
+    """Its output, that of an error too; empty where there is none, or it hangs."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False, timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout  # of several GPUs one may fail
 
 
 def replica_devices(visible: Sequence[str], num_replicas: int, tensor_parallel: int) -> tuple[str, ...]:

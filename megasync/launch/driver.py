@@ -1,7 +1,7 @@
 """The job that `megasync.submit` hands to Ray: one trainer actor a rank, all running the program that torchrun runs.
 
 Holds no training code: an actor sets the variables torchrun would set and calls `main` of megasync.train. The first
-rank to fail decides the exit code; the others are ended, since they may wait for it for ever. The config is read at the
+rank to fail decides the exit code; the others are ended, since they may wait for it without end. The config is read at the
 start: whether the run was asked to stop is looked up in the folder that it named then. Leaves out config checks.
 
     python -m megasync.launch.driver --num-ranks 2 -- CONFIG.yaml [key=value ...]      # within a Ray job
@@ -114,7 +114,7 @@ def in_order_of_nodes(places: Sequence[Place], ranks: Sequence[Any]) -> tuple[li
 
 
 def rank_environments(places: Sequence[Place], address: str, port: int, num_hosts: int = 1) -> list[dict[str, str]]:
-    """What torchrun would set for each rank, from where the ranks were placed and where the first one has its store.
+    """Variables that torchrun would set for each rank, from the places of the ranks and the address of the first one's store.
 
     `num_hosts`: nodes of the cluster; every node may have replicas.
 
@@ -141,17 +141,13 @@ def rank_environments(places: Sequence[Place], address: str, port: int, num_host
 
 
 def answers_at_start(references: list[Any]) -> list[Any]:
-    """What ranks answer before they run the program, in order.
+    """Answers of all ranks before they run the program, in order.
 
     Raises:
         RuntimeError: one gives no answer; why, with its name, is Ray's.
     """
-    pending, deadline = references, time.monotonic() + PLACEMENT_SECONDS
     try:
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            ray.get(ready or pending, timeout=0)
-        answers: list[Any] = ray.get(references)
+        answers: list[Any] = ray.get(references, timeout=PLACEMENT_SECONDS)  # raises the first error, without the others' answers
     except RayError as error:
         raise RuntimeError(f"a trainer rank did not start: {type(error).__name__}: {error}") from error
     return answers

@@ -21,6 +21,7 @@ import psutil
 from torch import distributed
 
 from bridge.transport.store import own_address
+from megasync.launch.connect import connection_problem
 from megasync.launch.processes import REFUSED
 
 dist: Any = distributed  # its stores are not typed
@@ -61,15 +62,15 @@ class HeadStore:
             if error.errno == errno.EADDRINUSE:
                 return None
             raise
-        with listener, suppress(RuntimeError):  # `host` is another node's address, and nobody answers there
+        with listener, suppress(RuntimeError):  # `host` is another node's address, and nothing listens there
             store = _connect(host, port, CONNECT_SECONDS, is_master=True, master_listen_fd=listener.detach())
             return HeadStore(store, host, of_head=True)
         return None
 
     @staticmethod
     def connect(host: str, port: int) -> HeadStore | None:
-        """A member's. None where nobody listens there yet."""
-        if silence(host, port):
+        """A member's. None where nothing listens there yet."""
+        if connection_problem(host, port):
             return None
         with suppress(RuntimeError):
             return HeadStore(_connect(host, port, CONNECT_SECONDS), host)
@@ -82,10 +83,10 @@ class HeadStore:
         except RuntimeError as error:
             raise self.lost() from error
 
-    def limit_silence(self, seconds: float) -> None:
-        """All connections of this process to the server fail once it has not answered for `seconds`.
+    def limit_response_time(self, seconds: float) -> None:
+        """All connections of this process fail once the server has not answered for `seconds`.
 
-        By itself a store's client waits for ever where the server was stopped, or its machine cannot be reached (torch 2.13,
+        By default a store's client waits without end where the server was stopped, or its machine cannot be reached (torch 2.13,
         TCPStore.cpp, check and compareSet).
         """
         timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -95,7 +96,7 @@ class HeadStore:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
 
     def get(self, key: str) -> Any:
-        """None where it was not set."""
+        """The value of a key; None where it was not set."""
         try:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
         except RuntimeError as error:
@@ -125,7 +126,7 @@ def find_head(given: argparse.Namespace) -> HeadStore:
     """The head's store: opened here where this is the head.
 
     Raises:
-        LeaveError: nobody had it in time, or another node is the head.
+        LeaveError: there was no head in time, or another node is the head.
     """
     may_be_head = given.node_rank == 0 or (given.node_rank is None and is_own(given.host))
     deadline, said_at, place = time.monotonic() + given.wait_seconds, -math.inf, f"{given.host}:{given.port}"
@@ -137,9 +138,10 @@ def find_head(given: argparse.Namespace) -> HeadStore:
             raise LeaveError(REFUSED, message) from error
         if (store := store or HeadStore.connect(given.host, given.port)) is not None:
             break
-        problem = silence(given.host, given.port) or "the program that listens there is no head of a run; write another port"
+        other = "the program that listens there is no head of a run; write another port"
+        problem = connection_problem(given.host, given.port) or other
         if time.monotonic() > deadline:
-            raise LeaveError(1, f"gave up after {given.wait_seconds:g} s: nobody answers at {place}: {problem}")
+            raise LeaveError(1, f"gave up after {given.wait_seconds:g} s: nothing answers at {place}: {problem}")
         if time.monotonic() - said_at >= SAY_SECONDS:
             print(f"waiting: the head node {place} is not here: {problem}", flush=True)
             said_at = time.monotonic()
@@ -160,15 +162,6 @@ def is_own(host: str) -> bool:
         return socket.gethostbyname(host) in own_addresses()
     except OSError:
         return False
-
-
-def silence(host: str, port: int) -> str:
-    """Why nobody can be reached there; empty where somebody listens."""
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        return str(error.strerror or error)
-    return ""
 
 
 def reachable_address(host: str) -> str:

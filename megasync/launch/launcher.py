@@ -9,12 +9,12 @@ would train one rank alone, or wait for others that never come.
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
 
 from megasync.config.errors import ConfigError
+from megasync.launch.connect import connection_problem
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OF_RANKS = (*NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -92,17 +92,11 @@ def await_store(environment: Mapping[str, str]) -> None:
     if int_of(environment, "RANK") == 0 and not has_agent:
         return  # whose store it is
     seconds, address = AGENT_SECONDS if has_agent else FIRST_RANK_SECONDS, environment["MASTER_ADDR"]
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((address, int_of(environment, "MASTER_PORT")), timeout=5.0).close()
-        except OSError as error:
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
+    port, deadline = int_of(environment, "MASTER_PORT"), time.monotonic() + seconds
+    while problem := connection_problem(address, port):
+        if time.monotonic() > deadline:
             given = ", ".join(f"{name}={environment[name]}" for name in NEEDED)
-            place = f"{address}:{environment['MASTER_PORT']}"
-            message = f"nobody answers at MASTER_ADDR:MASTER_PORT, {place}, within {seconds:g} s: {error}"
+            message = f"nothing answers at MASTER_ADDR:MASTER_PORT, {address}:{port}, within {seconds:g} s: {problem}"
             remedy = f"unset {' '.join(NEEDED)} where no launcher has set them for this run, else look at rank 0"
-            raise ConfigError(message, by=given, remedy=remedy) from error
-        return
+            raise ConfigError(message, by=given, remedy=remedy)
+        time.sleep(0.2)

@@ -38,7 +38,7 @@ class Finding:
 
 
 def gib(num_bytes: float) -> str:
-    """With the unit: GiB, or MiB below one."""
+    """A size with its unit: GiB, or MiB below one GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
@@ -54,7 +54,7 @@ def normalised(name: str) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the file system that holds `folder`, which need not exist yet; -1 where it cannot be read."""
+    """Free bytes of the file system that holds `folder`, which need not exist yet; -1 where it cannot be read."""
     with suppress(OSError):
         return shutil.disk_usage(existing(folder)).free
     return -1

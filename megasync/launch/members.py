@@ -67,7 +67,7 @@ def gpus_beside(nodes: Sequence[Node]) -> dict[str, int]:
 
 
 def replica_room(nodes: Sequence[Node], tensor_parallel: int, others: Sequence[Pool] = ()) -> int:
-    """For how many of the policy's replicas there are GPUs beside the trainer's ranks and `others`, which come first."""
+    """The number of the policy's replicas that fit on GPUs beside the trainer's ranks and `others`, which come first."""
     try:
         return sum(count // tensor_parallel for count in free_after(gpus_beside(nodes), others).values())
     except NoRoomError:

@@ -75,7 +75,7 @@ def take_part(given: argparse.Namespace, config: Config, num_ranks: int, check: 
 
 
 class NodeLauncher(NodeStart):
-    """From the first contact with the head to the end; `close` in any case."""
+    """The launcher of one node, from the first contact with the head to the end; `close` in any case."""
 
     def run(self) -> tuple[int, str]:
         """The exit code and the reason, if any. Raises LeaveError and HeadLostError."""
@@ -86,7 +86,7 @@ class NodeLauncher(NodeStart):
                 self._end(REFUSED, str(error))
         os.environ |= launched(self.config.run.folder)
         forget(os.environ)  # torchrun takes PET_ variables for options
-        self.store.limit_silence(self.config.run.hung_rank_timeout_seconds)
+        self.store.limit_response_time(self.config.run.hung_rank_timeout_seconds)
         self.store.set(f"node/{self.node.number}", {"node": asdict(self.node), "facts": node_facts(self.config)})
         self.store.add(f"beat/{self.node.number}")
         self._meet()
@@ -109,7 +109,7 @@ class NodeLauncher(NodeStart):
             self.store.for_rendezvous, self.node, Limits(min_nodes, num_trainers, given.wait_seconds, silent),
             lambda ranks: not ranks_problem(parallel, ranks), self._prepare_round, self.config.run.folder,
         )  # fmt: skip
-        self.store.limit_silence(silent / 2)  # each operation has two parts that wait
+        self.store.limit_response_time(silent / 2)  # each operation has two parts that wait
         nodes = ["--nnodes", f"{min_nodes}:{num_trainers}", "--max-restarts", str(given.max_restarts)]
         nodes += ["--monitor-interval", str(LOOK_SECONDS)]
         ranks = ["--local-addr", self.node.address, "--nproc-per-node", str(self.node.num_ranks), "-m", TRAINER]
@@ -126,7 +126,11 @@ class NodeLauncher(NodeStart):
         except RuntimeError as error:
             self._look()  # raises HeadLostError where that is the cause
             return 1, f"{self.node.host}: {error}"
-        self.store.set("result", [code, problem])
+        try:
+            self.store.set("result", [code, problem])
+        except HeadLostError:
+            if code != REFUSED:  # else all ranks have refused for the same reason, and the head has ended first
+                raise
         if rendezvous.is_stopped or (code == 0 and is_asked_to_stop(self.config.run.folder)):
             return STOPPED, ""
         return code, f"{self.node.host}: {problem}" if problem else ""

@@ -18,7 +18,7 @@ PLACE_KEY = "ray"
 
 
 class NodeRay:
-    """Of this process; `close` in any case."""
+    """The Ray node of this process; `close` in any case."""
 
     def __init__(self, store: HeadStore, node: Node) -> None:
         self._store, self._node = store, node

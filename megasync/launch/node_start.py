@@ -45,7 +45,7 @@ LEAVE_SECONDS = 5.0  # for the others to read the end
 
 
 class NodeStart:
-    """From the first contact with the head until ranks may start, and the end."""
+    """The start of a run on several nodes: from the first contact with the head until ranks may start, and the end."""
 
     def __init__(
         self, store: HeadStore, given: argparse.Namespace, config: Config, num_ranks: int, check: Callable[[Config, int], object]
@@ -85,7 +85,7 @@ class NodeStart:
         self.members = [self._read(number)[0] for number in numbers]
 
     def _gather(self) -> list[Node]:
-        """By the head: waits for all, and refuses nodes that differ."""
+        """Called by the head: wait for all nodes, and refuse those that differ."""
         begun, given = time.monotonic(), self.given
         while (members := first_members(present := self._present(), given.num_nodes)) is None:
             text = roll_call(present, given.num_nodes, given.expected)
@@ -119,7 +119,7 @@ class NodeStart:
         return Node(**entry["node"]), entry["facts"]
 
     def _differences(self, nodes: Sequence[Node]) -> dict[int, str]:
-        """By node."""
+        """Differences of the nodes' facts, by node."""
         hosts = [node.host for node in nodes]
         names = {node.number: node.host if hosts.count(node.host) == 1 else f"{node.host} #{node.number}" for node in nodes}
         found = differences({name: self._read(number)[1] for number, name in names.items()})
@@ -160,7 +160,7 @@ class NodeStart:
         return text
 
     def _decide(self) -> None:
-        """By the head, of the results of all: whether ranks start."""
+        """Called by the head: decide from the results of all nodes whether ranks start."""
         deadline = time.monotonic() + CHECK_SECONDS
         while not all(ready := [self.store.get(f"ready/{node.number}") for node in self.members]):
             if time.monotonic() > deadline:
@@ -240,7 +240,7 @@ class NodeStart:
         time.sleep(LOOK_SECONDS)
 
     def _end(self, code: int, text: str) -> NoReturn:
-        """By the head: for all nodes."""
+        """Called by the head: end all nodes."""
         self.store.set("over", {"code": code, "text": text})
         raise LeaveError(code, text)
 

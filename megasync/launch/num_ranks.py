@@ -1,4 +1,4 @@
-"""How many trainer ranks a run gets on this machine when nobody says. No torch in here."""
+"""The default number of trainer ranks on this machine, and the GPUs of replicas. No torch in here."""
 
 from __future__ import annotations
 

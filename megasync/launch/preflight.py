@@ -25,6 +25,7 @@ from megasync.config.shipped import CLONE
 from megasync.launch.machine import SKEW_SECONDS, check_shared_memory, free_bytes, installed
 
 HEADER_BYTES = 2**16  # of each compared file: the headers of safetensors and Parquet files, the first lines of JSONL
+NUM_PIECES, PIECE_BYTES = 64, 2**12  # of each compared file: evenly spaced behind the header, the last at its end
 MAX_FILES = 2000  # of a folder
 MAX_NAMES = 4  # of keys or packages in one line
 SLOW_SHARE = 0.5  # of the median bandwidth
@@ -39,7 +40,7 @@ Facts = Mapping[str, Mapping[str, str]]
 
 
 def node_facts(config: Config) -> dict[str, dict[str, str]]:
-    """By kind (REMEDIES) values by name; `shown` is not compared, but added to what differs."""
+    """Facts that nodes compare: values by name, by kind (REMEDIES). `shown` is not compared, but added to what differs."""
     return {
         "code": {"files": code_digest(CLONE)},
         "shown": {"code": f"; commit {commit(CLONE) or 'unknown'}"},
@@ -51,7 +52,7 @@ def node_facts(config: Config) -> dict[str, dict[str, str]]:
 
 
 def code_digest(root: Path) -> str:
-    """Of all source files, committed or not."""
+    """Digest of all source files, committed or not."""
     total = hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         total.update(f"{path.relative_to(root)}\0".encode())
@@ -74,22 +75,27 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def described(path: Path) -> str:
-    """Number of files, bytes and a digest of names, sizes and headers."""
+    """Number of files, bytes and a digest of names, sizes, headers and pieces: replicas, teachers and supervised ranks read their
+    own node's files.
+    """
     if not path.exists():
         return "not there"
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
     total, num_bytes = hashlib.sha256(), 0
     for file in files:
         size = file.stat().st_size
+        total.update(f"{file.relative_to(path) if path.is_dir() else ''}\0{size}\0".encode())
         with file.open("rb") as opened:
-            header = opened.read(HEADER_BYTES)
-        total.update(f"{file.relative_to(path) if path.is_dir() else ''}\0{size}\0".encode() + header)
+            total.update(opened.read(HEADER_BYTES))
+            for number in range(1, NUM_PIECES + 1) if size > HEADER_BYTES else ():
+                opened.seek(max(HEADER_BYTES, number * size // NUM_PIECES - PIECE_BYTES))
+                total.update(opened.read(PIECE_BYTES))
         num_bytes += size
     return f"{len(files)} files, {num_bytes} bytes, digest {total.hexdigest()[:12]}"
 
 
 def shared_memory_finding(host: str, *, has_rollouts: bool) -> tuple[str, bool]:
-    """What is wrong with /dev/shm on this node, and whether it prevents the run; an empty text where nothing is."""
+    """The problem with /dev/shm on this node, and whether it prevents the run; an empty text where there is none."""
     found = check_shared_memory(free_bytes(MEMORY_FOLDER) if MEMORY_FOLDER.is_dir() else -1)
     if found.level == "ok" or (found.level == "warning" and not has_rollouts):
         return "", False
@@ -97,7 +103,7 @@ def shared_memory_finding(host: str, *, has_rollouts: bool) -> tuple[str, bool]:
 
 
 def differences(nodes: Mapping[str, Facts]) -> dict[str, str]:
-    """By host what differs from the value that most nodes have, from the first node's where there are as many.
+    """Facts of each host that differ from the value of most nodes, or from the first node's where there are as many.
 
     Empty for equal nodes; the result is the same on every node.
     """

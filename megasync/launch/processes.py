@@ -63,7 +63,7 @@ def pidfd_problem() -> str:
 def end_after_launcher() -> None:
     """A rank of torchrun ends when torchrun does, in any way: by SIGTERM, and by SIGALRM where that does not end it in time.
 
-    A main thread that waits in a collective hears no SIGTERM; nobody handles SIGALRM, so that the kernel ends the process.
+    A main thread that waits in a collective does not handle SIGTERM; SIGALRM has no handler, so that the kernel ends the process.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -78,9 +78,9 @@ def end_after_launcher() -> None:
 
 
 def end_on_sigterm(*, and_on_sigint: bool = False) -> None:
-    """SIGTERM, and Ctrl-C if wanted, end this program the ordinary way from now on, so that Ray and vLLM are taken down with it.
+    """SIGTERM, and Ctrl-C if wanted, raise SystemExit from now on, so that Ray and vLLM are taken down.
 
-    Without a traceback, which would bury what a launcher says. A second signal changes nothing.
+    Without a traceback, which would hide the launcher's messages. A second signal is ignored.
     """
     kinds = (signal.SIGTERM, signal.SIGINT) if and_on_sigint else (signal.SIGTERM,)
 
@@ -99,7 +99,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def sigterm_as_ctrl_c() -> None:
-    """From now on SIGTERM raises Terminated."""
+    """Raise Terminated at SIGTERM from now on."""
 
     def leave(*_: object) -> NoReturn:
         raise Terminated
@@ -108,14 +108,12 @@ def sigterm_as_ctrl_c() -> None:
 
 
 def code_of(interrupt: KeyboardInterrupt) -> int:
-    """The exit code of a program that it has ended."""
+    """The exit code of a program that was ended by it."""
     return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
 
 
-def end_undisturbed() -> None:
-    """From now on no signal breaks off what this program takes down, but for SIGKILL, which torchrun sends to the ranks that are
-    left 30 seconds after SIGTERM.
-    """
+def ignore_signals() -> None:
+    """Ignore SIGTERM and SIGINT from now on: they must not interrupt the cleanup. torchrun sends SIGKILL after 30 seconds."""
     for kind in (signal.SIGTERM, signal.SIGINT):
         signal.signal(kind, signal.SIG_IGN)
 
@@ -139,11 +137,11 @@ class _Output(io.FileIO):
             return super().write(data)
 
 
-def go_on_unread() -> None:
-    """From now on this program continues where nobody reads its output any more: `| head -1`, a `tee` that has ended, a terminal
-    that was closed under a run in the background.
+def survive_closed_output() -> None:
+    """Discard output from now on once its reader is gone: `| head -1`, a `tee` that has ended, the closed terminal of a run in
+    the background.
     """
-    open_output()
+    repair_output()
     for name in ("stdout", "stderr"):
         own = getattr(sys, name)
         own.flush()
@@ -152,9 +150,9 @@ def go_on_unread() -> None:
         setattr(sys, name, io.TextIOWrapper(output, own.encoding, own.errors, line_buffering=by_lines))
 
 
-def open_output() -> None:
-    """Output that was closed before the start, as by `>&-`, goes nowhere, and no file that is opened later gets its number. A
-    letter that the terminal or file cannot show is written as an escape, here and in Pythons that this process starts.
+def repair_output() -> None:
+    """Open a stream that was closed before the start, as by `>&-`, on /dev/null: no later file may get its descriptor. Letters
+    that the terminal or file cannot show are written as escapes, here and in Pythons that this process starts.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -170,12 +168,12 @@ def run_and_leave(main: Callable[[Sequence[str]], int]) -> NoReturn:
     a rank of torchrun, with the launcher.
 
     Nothing is freed on the way: threads of torch, gloo, Ray and Triton that still run while Python and then C++ take themselves
-    down can wait for each other for ever, and a rank that has done its work would hold its launcher.
+    down can wait for each other without end, and a rank that is done would block its launcher.
     """
     end_after_launcher()
-    open_output()
+    repair_output()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        go_on_unread()
+        survive_closed_output()
     try:
         code = main(sys.argv[1:])
     except SystemExit as leaving:
@@ -194,8 +192,8 @@ def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """The command's exit code, or that of the first signal: SIGINT and SIGTERM are handed on as one SIGTERM, then the command's
-    own end is awaited; this process has only to end then, and takes no notice of any that follow.
+    """The command's exit code, or that of the first signal: SIGINT and SIGTERM are forwarded as one SIGTERM, then the command's
+    end is awaited; later signals are ignored.
 
     The command has a session of its own: Ctrl-C would else reach a launcher and its ranks at once, and once more from
     here, and a launcher that is interrupted while it ends its ranks leaves some behind.
@@ -207,14 +205,14 @@ def run_to_end(command: Sequence[str]) -> int:
         preexec_fn=end_with_parent,  # noqa: PLW1509  (no threads of ours run)
     )
 
-    def hand_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         nonlocal code
         if not code:
             code = 128 + number
             process.terminate()
 
     kinds = (signal.SIGINT, signal.SIGTERM)
-    former = [signal.signal(kind, hand_on) for kind in kinds]
+    former = [signal.signal(kind, forward) for kind in kinds]
     try:
         own = process.wait()
     finally:

@@ -30,6 +30,7 @@ import psutil
 
 from bridge.processes import RAY_PATH, descendants, socket_folder
 from megasync.config.own_packages import in_ray_workers
+from megasync.launch.connect import connection_problem
 from megasync.launch.processes import end_group, end_with_parent
 from megasync.launch.scope import LOOPBACK, ON_LOOPBACK, environment
 
@@ -88,7 +89,7 @@ class RayNode:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """With its actors, which notice late that a Ray whose head is gone has ended."""
+        """End Ray and its actors, which notice late that a Ray whose head is gone has ended."""
         family = descendants(self.process.pid)
         end_group(self.process, STOP_SECONDS)
         for process in psutil.wait_procs(family, timeout=ACTOR_SECONDS)[1]:
@@ -125,7 +126,7 @@ def node_of_run(address: str, gpus: Sequence[str], head: str) -> RayNode:
 
 
 def authentication() -> dict[str, str]:
-    """What all processes of a Ray set: a new token, or nothing where the user has set how Ray lets nodes in."""
+    """Variables that all processes of a Ray set: a new token, or none where the user has set how Ray admits nodes."""
     if any(name in os.environ for name in AUTHENTICATION):
         return {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -156,12 +157,8 @@ def local_cluster(num_cpus: int) -> Iterator[str]:
     }
     node = RayNode(options, {name: os.environ.get(name, value) for name, value in ON_LOOPBACK.items()})
 
-    def answers() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex((LOOPBACK, port)) == 0
-
     try:
-        node.wait(answers)
+        node.wait(lambda: not connection_problem(LOOPBACK, port))
         yield f"http://{LOOPBACK}:{port}"
     finally:
         node.close()
@@ -234,7 +231,11 @@ def _use_own_token() -> Callable[[], None]:
 
 
 def _connect(options: dict[str, Any]) -> None:
-    """Once more where a Ray of this process does not start: it gives itself 30 s (ray 2.60.0 _private/node.py:428)."""
+    """Once more where a Ray of this process does not start: it gives itself 30 s (ray 2.60.0 _private/node.py:428).
+
+    Raises:
+        RuntimeError: it did not start again; Ray raises an Exception without a type.
+    """
     import ray
 
     try:
@@ -243,7 +244,10 @@ def _connect(options: dict[str, Any]) -> None:
         if options["address"] != "local":
             raise
         ray.shutdown()
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except Exception as error:
+            raise RuntimeError(f"Ray did not start: {error}") from error
 
 
 def free_port() -> int:

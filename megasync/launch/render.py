@@ -30,7 +30,7 @@ CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
 
 
 class AtTemplate(string.Template):
-    """With @{name}: a $ is the shell's."""
+    """A template with @{name}: a $ is the shell's."""
 
     delimiter = "@"
 

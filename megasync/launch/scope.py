@@ -1,4 +1,4 @@
-"""What a run has on this machine ends with it: processes, temporary files, shared memory. On one machine its sockets listen on
+"""Processes, temporary files and shared memory of a run end with it. On one machine its sockets listen on
 the loopback alone.
 
 The two launchers (torchrun.py, submit.py) run within `run_scope`. Linux only.
@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,21 +23,21 @@ from pathlib import Path
 
 import psutil
 
-from bridge.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder
+from bridge.processes import MEMORY_FOLDER, RAY_PATH, cuda_memory, descendants, shared_memory_below, socket_folder, watched
 from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.own_packages import hidden, rename
 from megasync.config.schema import Config
+from megasync.launch.connect import connection_problem
 from megasync.launch.processes import adopt_orphans
 
 WATCH_SECONDS = 0.3
 # What a process that was killed cannot do: its pipe ends, its ranks end (processes.py:ORPHAN_SECONDS), and then its folder goes.
 SWEEP = 'read -r _; sleep 20; rm -rf "$0"'
-END_SECONDS = 10.0  # for processes to notice that those which they served are gone
+END_SECONDS = 10.0  # for helper processes to notice that their clients are gone
 LOOPBACK = "127.0.0.1"
 LAST_PORT = 2**16 - 1
-CONNECT_SECONDS = 3.0
-RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # what launchers of several nodes tell the ranks
-FOR_CLUSTER = "MEGASYNC_CHECKS_FOR_CLUSTER"  # `submit --address` tells its check: packages are for the nodes to have
+RAY_ADDRESS, HOSTS = "MEGASYNC_RAY_ADDRESS", "MEGASYNC_HOSTS"  # set by launchers of several nodes for the ranks
+FOR_CLUSTER = "MEGASYNC_CHECKS_FOR_CLUSTER"  # set by `submit --address` for its check: packages are looked for on the nodes
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 # of the last `ray start` (ray 2.60.0 _private/utils.py)
 OWN_RAY = re.compile(r"--temp_dir=\S*/ray-[a-z0-9_]{8}(?=\s|$)")
 ON_LOOPBACK = {
@@ -52,20 +51,16 @@ ON_LOOPBACK = {
 
 
 def ray_address(config: Config) -> str:
-    """Of the Ray that the replicas are to be in: the launcher's where it has started one for all nodes, else the config's."""
+    """Address of the replicas' Ray: the launcher's where it has started one for all nodes, else the config's."""
     return os.environ.get(RAY_ADDRESS, config.rollout.ray_address)
 
 
 def unreachable(address: str) -> str:
-    """Why nobody listens at HOST:PORT or ray://HOST:PORT; empty where somebody does, and for `local` and `auto`."""
+    """Why a connection to HOST:PORT or ray://HOST:PORT fails; empty where it does not, and for `local` and `auto`."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if not port.isdigit():
         return "" if address in ("auto", "local") else "HOST:PORT is expected"
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except OSError as problem:
-        return str(problem.strerror or problem)
-    return ""
+    return connection_problem(host.strip("[]"), int(port))
 
 
 def check_ray(config: Config) -> None:
@@ -99,7 +94,7 @@ def why_no_ray() -> str:
 
 
 def is_of_run(raylet: str) -> bool:
-    """By its command: whether it is of a Ray that a run has started for itself (ray_cluster.py)."""
+    """Whether a raylet, by its command, is of a Ray that a run has started for itself (ray_cluster.py)."""
     return OWN_RAY.search(raylet) is not None
 
 
@@ -121,15 +116,12 @@ def listen_on_loopback() -> None:
 def run_scope() -> Iterator[None]:
     """A folder for temporary files, TMPDIR, for this process and its descendants; with the block's end all of them are gone.
 
-    Descendants whose parents are gone become children of this process, so that none is lost. torch's cache of compiled kernels
-    stays where it is.
+    Descendants whose parents are gone become children of this process, so that none is lost.
     """
-    former = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix="ms-", dir=socket_folder(RAY_PATH + len("/ms-12345678")))
     adopt_orphans()
-    kernels = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{former}/torchinductor_{os.getuid()}")
     sweeper = subprocess.Popen(["/bin/sh", "-c", SWEEP, folder], stdin=subprocess.PIPE, start_new_session=True)
-    with environment({"TMPDIR": folder}), watched_descendants() as (segments, family):
+    with kernel_cache(), environment({"TMPDIR": folder}), watched_descendants() as (segments, family):
         tempfile.tempdir = None
         try:
             yield
@@ -139,10 +131,21 @@ def run_scope() -> Iterator[None]:
                 signal.signal(kind, signal.SIG_IGN)
             end_descendants(segments, family, sweeper.pid)
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # torch makes it where nothing is compiled, too
-                Path(kernels).rmdir()
             sweeper.kill()  # last: this process may be killed while it ends the others
             sweeper.wait()
+
+
+@contextmanager
+def kernel_cache() -> Iterator[None]:
+    """torch's cache of compiled kernels stays where it is, also where TMPDIR changes. An empty one is removed at the end: torch
+    makes it where nothing is compiled, too.
+    """
+    kernels = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            Path(kernels).rmdir()
 
 
 @contextmanager
@@ -150,9 +153,8 @@ def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
     """The segments in /dev/shm that descendants have mapped so far, and their ids: a killed one cannot be asked."""
     segments: set[str] = set()
     family: set[int] = set()
-    over = threading.Event()
 
-    def watch() -> None:
+    def watch(over: threading.Event) -> None:
         known: set[str] = set()
         last: set[str] = set()
         while not over.wait(WATCH_SECONDS):
@@ -163,13 +165,8 @@ def watched_descendants() -> Iterator[tuple[set[str], set[int]]]:
             known = names if names == last else known  # a new file may be mapped a moment later: it is looked for twice
             last = names
 
-    thread = threading.Thread(target=watch, name="watch-descendants", daemon=True)
-    thread.start()
-    try:
+    with watched(watch, "watch-descendants"):
         yield segments, family
-    finally:
-        over.set()
-        thread.join()
 
 
 def end_descendants(segments: set[str], family: set[int], spared: int) -> None:

@@ -1,8 +1,7 @@
-"""Which `stop` in a run's folder is asked of this run: a launcher forgets, once, before its first round, what a former run left.
+"""Whether a `stop` file in a run's folder is meant for this run: a launcher deletes, once, one that a former run left.
 
-From then on each one counts, also while nodes are waited for and while ranks start, or start again. Times are compared only where
-none of our launchers was there, as under plain torchrun, or while a job waited for a cluster. Leaves out what a run does when
-it is asked (run/ending.py).
+Every later one counts, also while nodes are waited for and while ranks start or restart. Times are compared only without one of
+our launchers, as under plain torchrun, and for a job that waited for a cluster. Leaves out how a run stops (run/ending.py).
 
     forget_former_stop(run_folder)         # a launcher
     forget_stop_before_launch(run_folder)  # rank 0, under any launcher
@@ -27,7 +26,7 @@ def launched(run_folder: Path) -> dict[str, str]:
 
 
 def is_launched(run_folder: Path) -> bool:
-    """By what this process has inherited. A launcher of another run, which this one was started from, does not count."""
+    """Whether a launcher has started this process for this run, by the environment. One of another run does not count."""
     return os.environ.get(LAUNCHED) == launched(run_folder)[LAUNCHED]
 
 

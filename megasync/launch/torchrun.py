@@ -44,7 +44,7 @@ from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import exit_summary
 from megasync.launch.launcher import forget
-from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, go_on_unread, pidfd_problem, run_and_leave
+from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, pidfd_problem, run_and_leave, survive_closed_output
 from megasync.launch.scope import LOOPBACK, run_scope
 from megasync.launch.stop_request import forget_former_stop
 
@@ -59,8 +59,8 @@ MEMORY_HINT = ": is there too little memory? `megasync doctor CONFIG` looks at t
 
 
 class OneMachineRendezvous(StaticTCPRendezvous):
-    """There is nobody to wait for: the store is this process's, on the loopback, and new at each restart of the ranks, whose
-    torch finds the keys of those before them in it (distributed/rendezvous.py:189, torch 2.13).
+    """Of one node: the store is this process's, on the loopback, and new at each restart, since torch would find the keys of the
+    former ranks in it (distributed/rendezvous.py:189, torch 2.13).
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -124,8 +124,8 @@ def run_ranks(
 
 @contextmanager
 def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
-    """Kills ranks that are still there `limit_seconds` after another one's end. Before the first one ends all have reported that
-    they leave (run/heartbeat.py), so that nobody else would notice one that is stopped then.
+    """Kills ranks that are still there `limit_seconds` after another one's end. All have reported that they leave by then
+    (run/heartbeat.py), so that a rank that is stopped would not be noticed.
     """
 
     def ranks() -> set[psutil.Process]:
@@ -155,7 +155,7 @@ def late_ranks_ended(limit_seconds: float) -> Iterator[None]:
 
 
 def trainer_config(arguments: Sequence[str]) -> Config | None:
-    """None: the ranks run another program.
+    """The config of the trainer's program; None: the ranks run another program.
 
     Raises:
         ConfigError: it cannot be read.
@@ -203,5 +203,5 @@ def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    go_on_unread()
+    survive_closed_output()
     run_and_leave(main)

@@ -1,4 +1,4 @@
-"""Trainer and replica led through one response, module by module: `megasync bisect`.
+"""Compares trainer and replica on one response, module by module: `megasync bisect`.
 
 sites.py       the results that are compared, in order
 choose.py      the weights, as each side has them

@@ -4,7 +4,7 @@
     megasync bisect runs/rl --step 50 --prompt 1   # the second response that was sampled with the weights of step 50
     megasync bisect runs/rl --swap self_attn.attn  # besides: the share of all attention in the gap, computed in float64
 
-Both sides, a real vLLM replica and then the trainer's megatron-core model, are led through one response; each module is compared
+Both sides, a real vLLM replica and then the trainer's megatron-core model, compute one response; each module is compared
 with transformers' own in float64, given the same inputs. Exit codes: 0 nothing but rounding; 1 a module is wrong; 2 nothing was
 started; 3 failed on the way; 130 after Ctrl-C, 143 after SIGTERM. Leaves out experts, Gemma 3, multi-latent attention and
 replicas of several workers.
@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bridge.config import SpeculationConfig
 from engine.config import DTYPE_BYTES, ParallelConfig
 from megasync.checks.served_sizes import cache_errors
 from megasync.config.errors import main_errors, refuse
@@ -31,7 +32,7 @@ from megasync.models.folder import model_shape
 from megasync.report.log import json_text
 from megasync.tools.bisect.choose import Chosen, choose
 from megasync.tools.bisect.response import Response, check_length, generated, recorded
-from megasync.tools.serving.options import check_servable
+from megasync.tools.serving.options import check_servable, of_rollout
 from megasync.tools.serving.replicas import DOCTOR, scratch_folder, served
 
 if TYPE_CHECKING:
@@ -110,18 +111,14 @@ def for_one_replica(config: Config) -> Config:
     longest sequences.
     """
     one = {"replicas": 1, "min_replicas": 1, "tensor_parallel": 1, "max_num_seqs": 1, "ray_address": "local"}
-    config = _changed(config, enforce_eager=True, **one)
+    config = of_rollout(config, enforce_eager=True, speculation=SpeculationConfig(), **one)  # a pass has one token
     if longest := config.rollout.max_model_len:
         shape = model_shape(Path(config.model.path))
         token_bytes = shape.num_cached_layers * shape.cached_numbers(1) * DTYPE_BYTES[config.model.dtype]
         needed = token_bytes * (2 * longest + SPARE_TOKENS)
         cache = min(needed, config.rollout.kv_cache_bytes or needed)
-        config = _changed(config, kv_cache_bytes=cache, gpu_memory_utilization=MIN_UTILIZATION)
+        config = of_rollout(config, kv_cache_bytes=cache, gpu_memory_utilization=MIN_UTILIZATION)
     return config.model_copy(update={"data": config.data.model_copy(update={"eval": ""})})
-
-
-def _changed(config: Config, **keys: Any) -> Config:
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})
 
 
 def compared(

@@ -1,10 +1,10 @@
-"""Both sides led through one response and judged; the part of single modules in the gap of log-probs.
+"""Both sides compute one response and are judged; the part of single modules in the gap of log-probs.
 
     passes = trace_replica(pool, response, temperature, scratch)      # while there is a replica
     found = compare(forward, passes, response, References(...))       # the trainer's model may come after it
     found.culprit
 
-A replica is led twice: as it is, and once more for the last tokens, with the contents of its prefix cache. Leaves out which
+A replica computes the response twice: once whole, and the last tokens again with its prefix cache. Leaves out which
 weights (choose.py) and the text (text.py).
 """
 
@@ -46,7 +46,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Gap:
-    """Of log-probs of the response's tokens, in nats: |trainer - replica|."""
+    """Differences of the log-probs of the response's tokens, in nats: |trainer - replica|."""
 
     mean: float
     largest: float
@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class References:
-    """Of each side by its own weights."""
+    """The references of both sides, each with its side's weights."""
 
     trainer: Reference
     replica: Reference
@@ -121,7 +121,7 @@ def _is_stale(culprit: Local, whole: Side, reference: Reference) -> bool:
 
 
 def replica_side(path: Path, response: Response, num_prompt: int, whole: Side | None, trainer: Side) -> Side:
-    """`whole`: a pass of all positions, whose keys and values stand for those that a cache had. Their difference from the
+    """`whole`: a pass of all positions, whose keys and values replace the cached ones. Their difference from the
     trainer's says how far the cached ones may differ from them (`spread`).
     """
     device = trainer["log_probs"].device

@@ -179,7 +179,7 @@ def systematic(out: torch.Tensor, right: Sequence[torch.Tensor], dtype: torch.dt
 
 
 def _slope(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """By how much the best multiple of `value` exceeds it."""
+    """a - 1, for the scale a with which a * value is closest to `out`."""
     return ((out - value) * value).sum() / value.square().sum().clamp_min(TINY)
 
 
@@ -222,5 +222,5 @@ def _position(site: Site, side: Side, row: int) -> int:
 
 
 def _place(values: torch.Tensor) -> tuple[int, ...]:
-    """Of the largest."""
+    """Index of the largest value."""
     return tuple(int(index) for index in torch.unravel_index(values.argmax(), values.shape))

@@ -81,7 +81,7 @@ class Weights:
 
 
 class Reference:
-    """Of one side: its weights are as that side has them, an adapter merged or not."""
+    """The reference of one side: its weights are as that side has them, an adapter merged or not."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, temperature: float, adapter: Factors | None = None
@@ -232,7 +232,7 @@ def _unit(site: Site, side: Side) -> float:
 
 
 def _spacing(tensor: torch.Tensor) -> float:
-    """Of the smallest numbers of its dtype: in float16 not far below 1e-7."""
+    """Spacing of the smallest numbers of its dtype: in float16 not far below 1e-7."""
     found = torch.finfo(tensor.dtype)
     return float(found.smallest_normal * found.eps)
 

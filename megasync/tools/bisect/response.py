@@ -1,4 +1,4 @@
-"""The response that both sides are led through: one of samples.jsonl, as tokens, or one that a replica generates.
+"""The response that both sides compute: one of samples.jsonl, as tokens, or one that a replica generates.
 
     response = recorded(run_folder, prompts, step=None, index=0)     # None where there is none
 
@@ -78,7 +78,7 @@ def _of_line(line: dict[str, Any], prompts: Prompts, step: int | None) -> Respon
 
 
 def generated(pool: ReplicaPool, prompts: Prompts, config: Config) -> Response:
-    """By a replica, at the run's temperature; of a prompt that is longer than the replica takes, the beginning."""
+    """A replica's response at the run's temperature; of a prompt that is longer than the replica takes, the beginning."""
     ids = tuple(prompts.tokenizer.encode(NEW_PROMPT, add_special_tokens=False))
     most, limit = min(NEW_TOKENS, config.rollout.max_new_tokens), config.rollout.max_model_len
     ids = ids if limit is None else ids[: max(1, limit - most)]

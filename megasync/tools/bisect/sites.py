@@ -41,7 +41,7 @@ class Site:
 
 
 def sites_of(num_layers: int, *, has_head_norms: bool) -> dict[str, Site]:
-    """By name, in order. `has_head_norms`: queries and keys are normed in each head, as in Qwen3."""
+    """Sites by name, in order. `has_head_norms`: queries and keys are normed in each head, as in Qwen3."""
     found = [Site("model.embed_tokens", Operation.EMBEDDING, ())]
     stream: tuple[str, ...] = ("model.embed_tokens",)  # the terms that the residual stream is the sum of
     for number in range(num_layers):

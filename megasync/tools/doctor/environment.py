@@ -70,7 +70,7 @@ RULES = (
 
 
 def check_environment(environment: Mapping[str, str], place: Place) -> Iterator[Finding]:
-    """Also the variables that a launcher such as Slurm or torchrun leaves in a shell: `megasync.train` would use them."""
+    """Check variables of the environment, also those that Slurm or torchrun leave in a shell: `megasync.train` would use them."""
     for rule in RULES:
         value = environment.get(rule.name)
         if value is not None and rule.is_wrong(value, place):

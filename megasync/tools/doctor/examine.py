@@ -74,14 +74,14 @@ def _network(given: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
 def _config(config: Config, num_ranks: int | None, num_gpus: int) -> Iterator[Finding]:
     folder, parameters = config.run.folder, 0
     yield system.check_run_folder(folder, lock_holder(folder))
-    with suppress(ValueError, OSError):  # `model` says so
+    with suppress(ValueError, OSError):  # reported as `model`
         parameters = num_parameters(Path(config.model.path))
     there = sum(system.bytes_below(folder / name) for name in (CHECKPOINTS, VERSIONS))
     yield system.check_disk(folder, free_bytes(folder), system.disk_bytes(config, parameters) - there)
     if num_ranks is None:
         try:
             num_ranks = default_num_ranks(config, num_gpus)
-        except ConfigError:  # `GPUs` says so
+        except ConfigError:  # reported as `GPUs`
             num_ranks = config.engine.parallel.tensor * config.engine.parallel.pipeline
     yield from check_inputs(config, num_ranks)
 
@@ -91,7 +91,7 @@ def or_ok(check: str, found: Iterable[Finding]) -> list[Finding]:
 
 
 def gpu_use(config: Config | None, num_ranks: int | None, num_visible: int) -> gpus.GpuUse:
-    """Of a config whose replicas are in a Ray of others nobody here knows which GPUs it uses."""
+    """Where the replicas are in another Ray, its GPUs are unknown."""
     if config is None or config.rollout.ray_address != "local":
         return gpus.GpuUse(min(1, num_visible))
     replica_gpus = num_replica_gpus(config) + num_teacher_gpus(config)

@@ -6,21 +6,19 @@ Leaves out transfers between GPUs (network.py), and whether a model fits (`megas
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megasync.config.errors import some
+from megasync.launch.devices import ask_nvidia_smi
 from megasync.launch.machine import Finding
 
 QUERY = "index,name,uuid,memory.total,memory.used,driver_version"
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}  # of each CUDA major (CUDA release notes, minor version compatibility)
 BUSY_SHARE = 0.05  # of a GPU's memory; the driver itself takes less
-SECONDS = 30.0
-WORKER = re.compile(r"megasync\.train\b|megasync\.rewards\.program|ray::(TrainerRank|Replica)\b|VLLM::")
-LAUNCHER = re.compile(r"megasync\.(launch\.torchrun|submit|quickstart|launch\.driver)\b")
+WORKER = re.compile(r"megasync\.train\b|megasync\.workers\.subreaper\b|ray::(TrainerRank|Replica|Host)\b|VLLM::")
+LAUNCHER = re.compile(r"megasync\.(submit|launch\.torchrun|launch\.driver)\b")  # whose commands name megasync.train, too
 
 
 class Gpu(NamedTuple):
@@ -52,19 +50,8 @@ class Process(NamedTuple):
     command: str
 
 
-def ask_nvidia_smi(*arguments: str) -> str:
-    """Its output; empty where there is none, or it fails or hangs."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def parse_gpus(text: str) -> list[Gpu]:
-    """Of the fields QUERY, one GPU a line."""
+    """GPUs of the output for the fields QUERY, one GPU a line."""
     rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     numbers = [[int(field) if field.isdigit() else 0 for field in row] for row in rows]
     return [
@@ -98,7 +85,7 @@ def check_driver(gpus: Sequence[Gpu], cuda: str | None, lane: str, *, has_device
             name, "error", "no GPU, and this is lane gpu", "MEGASYNC_LANE=cpu ./launch/setup.sh, or take another machine"
         )
     if not gpus or not cuda:
-        seen = f"{len(gpus)} GPUs, torch is a build for CPUs"
+        seen = f"{len(gpus)} GPUs, " + ("torch is not installed" if cuda is None else "torch is a build for CPUs")
         is_wrong, remedy = bool(gpus) and lane == "gpu", "MEGASYNC_LANE=gpu ./launch/setup.sh installs torch for CUDA"
         return Finding(name, "error", seen, remedy) if is_wrong else Finding(name, "ok", seen)
     driver, least = gpus[0].driver, MIN_DRIVER.get(int(cuda.partition(".")[0]), max(MIN_DRIVER.values()))
@@ -134,7 +121,7 @@ def check_visible(gpus: Sequence[Gpu], listed: str | None, use: GpuUse) -> Findi
 
 
 def check_multicast(*, is_available: bool) -> Finding:
-    """Of GPUs of this machine; without it replicas of several workers start too, and reduce a little more slowly."""
+    """Whether GPUs of this machine have multicast; without it replicas of several workers reduce a little more slowly."""
     without = "not available: vLLM's fused all-reduce is switched off in replicas of several workers"
     return Finding("NVLink multicast", "ok", "available" if is_available else without)
 
@@ -156,7 +143,7 @@ def check_gpu_memory(gpus: Sequence[Gpu], users: dict[str, list[str]], use: GpuU
 
 
 def check_leftovers(processes: Sequence[Process]) -> Finding:
-    """Ranks, replicas and reward processes whose launcher has ended: they are children of process 1, or of none."""
+    """Ranks, replicas and workers of user code whose launcher has ended: they are children of process 1, or of none."""
     pids = {each.pid for each in processes}
     ours = [each for each in processes if WORKER.search(each.command) and not LAUNCHER.search(each.command)]
     orphans = [each for each in ours if each.parent <= 1 or each.parent not in pids]

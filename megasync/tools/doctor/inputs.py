@@ -13,7 +13,7 @@ PARTS = ("config", "model", "data", "reward")
 
 
 def check_inputs(config: Config, num_ranks: int) -> Iterator[Finding]:
-    """For each part an ok, or its errors, and a warning for each note on the data, such as of examples that are too long."""
+    """An ok for each part, or its errors, and a warning for each note on the data, such as of examples that are too long."""
     errors, notes = list[ConfigError](), list[str]()
     try:
         if data := check_config(config, num_ranks):

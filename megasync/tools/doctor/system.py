@@ -41,7 +41,7 @@ def disk_bytes(config: Config, parameters: int) -> int:
 
 
 def log_bytes(config: Config, parameters: int) -> int:
-    """Of the log of versions, at the end of a run without interruptions: each resumed process begins with a whole version."""
+    """Bytes of the log of versions, at the end of an uninterrupted run: each resumed process begins with a whole version."""
     if config.algorithm.name != "grpo" or config.sync.log != "deltas":
         return 0
     every, versions = config.sync.log_full_every, config.run.steps + 1
@@ -53,7 +53,7 @@ def log_bytes(config: Config, parameters: int) -> int:
 
 
 def bytes_below(folder: Path) -> int:
-    """Of all files in a folder and its folders."""
+    """Bytes of all files in a folder and its folders."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -69,7 +69,7 @@ def check_disk(folder: Path, free: int, needed: int) -> Finding:
 
 
 def check_run_folder(folder: Path, holder: str | None) -> Finding:
-    """`holder`: who has its lock, None for nobody. Whether it can be written, the config's check says."""
+    """`holder` of its lock, or None. The config's check finds out whether it can be written."""
     if holder is None:
         return Finding("run folder", "ok", f"{folder}, which no run uses")
     remedy = "wait for its end, end it, or write run.name=NAME for another run"

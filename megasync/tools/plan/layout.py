@@ -114,7 +114,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step."""
+    """The work of one step."""
 
     prompt_tokens: int  # of a sample, mean
     lengths: tuple[int, ...]  # of responses, quantiles
@@ -136,7 +136,7 @@ class Work:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sample, prompt and response."""
+        """Mean tokens of a sample, prompt and response."""
         return self.prompt_tokens + sum(self.lengths) / len(self.lengths)
 
     @property
@@ -144,7 +144,7 @@ class Work:
         return self.num_samples * self.mean_tokens
 
     def microbatch_tokens(self, grid: Grid) -> int:
-        """Of the largest micro-batch of many batches: a rank's tokens, which vary, are shared evenly by as few as hold them."""
+        """Tokens of the largest micro-batch of many batches: a rank's tokens, which vary, are split evenly over the fewest."""
         samples, limit = math.ceil(self.num_samples / self.num_minibatches / grid.data), self.tokens_per_microbatch
         usual, spread = samples * self.mean_tokens, math.ceil(2 * math.sqrt(samples) * statistics.pstdev(self.lengths))
         low, high = math.ceil(max(1, usual - spread)), math.ceil(usual + spread)
@@ -153,7 +153,7 @@ class Work:
         return max(1, min(limit, max(smallest, even)))
 
     def num_microbatches(self, grid: Grid) -> int:
-        """Of a rank in one optimizer step."""
+        """Micro-batches of a rank in one optimizer step."""
         return max(1, math.ceil(self.tokens / self.num_minibatches / grid.data / self.tokens_per_microbatch))
 
     def sequences(self, num_tokens: int, multiple: int) -> tuple[int, ...]:

@@ -16,12 +16,13 @@ from typing import Any
 from engine.config import DTYPE_BYTES
 from megasync.checks.settings import check_layout, check_settings
 from megasync.config.schema import Config
+from megasync.launch.machine import gib
 from megasync.launch.num_ranks import num_teacher_gpus
 from megasync.models.folder import model_shape
 from megasync.models.model_shape import ModelShape
 from megasync.report.log import TRAINING_DEVICE, WORKER_DEVICE
 from megasync.tools.plan import seconds as times
-from megasync.tools.plan.hardware import GIB, constant
+from megasync.tools.plan.hardware import constant
 from megasync.tools.plan.layout import Grid, Request, Work
 from megasync.tools.plan.memory import (
     OFFLOADED,
@@ -42,7 +43,7 @@ RESERVED_BESIDE = 1.5  # times the trainer's buckets and workspaces stay reserve
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one config on some ranks. `problems`: processes that do not fit, with the parts of each; empty: it fits."""
+    """The plan of one config on some ranks. `problems`: processes that do not fit, with the parts of each; empty: it fits."""
 
     config: Config
     request: Request
@@ -56,7 +57,25 @@ class Plan:
     @property
     def problems(self) -> dict[str, dict[str, int]]:
         """Parts of the memory of each process that does not fit, by a sentence about it."""
-        return _problems(self)
+        found, room, worker, config = dict[str, dict[str, int]](), self.request.hardware.memory_bytes, self.worker, self.config
+        asleep = worker.asleep if worker is not None and config.rollout.is_colocated else 0
+        for stage in self.stages:
+            taken = stage.memory.device + asleep
+            if taken > room:
+                which = f"a trainer rank of stage {stage.number}" if len(self.stages) > 1 else "a trainer rank"
+                beside = " with vLLM asleep beside it" if asleep else ""
+                found[f"{which}{beside} takes {gib(taken)} of {gib(room)}"] = stage.memory.parts
+        if worker is None:
+            return found
+        stays = stays_bytes(config, self.largest.memory) if config.rollout.is_colocated else 0
+        if worker.total + stays > room:
+            beside = f" beside {gib(stays)} of the trainer" if stays else ""
+            found[f"a vLLM worker takes {gib(worker.total)}{beside}, of {gib(room)}"] = worker.parts
+        longest = config.rollout.max_model_len or config.rollout.max_new_tokens
+        if worker.cache_tokens < longest:
+            tokens = max(0, worker.cache_tokens)
+            found[f"vLLM's KV cache holds {tokens} tokens, and a sequence has up to {longest}"] = worker.parts
+        return found
 
     @property
     def largest(self) -> Stage:
@@ -70,7 +89,7 @@ class Plan:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """Of the first rank, a worker and a step, by the names in metrics.jsonl and summary.json."""
+        """Values of the first rank, a worker and a step, by their names in metrics.jsonl and summary.json."""
         first, worker, rollout = self.stages[0].memory, self.worker, self.config.rollout
         found: dict[str, float] = {
             "memory/host_peak_bytes": first.host,
@@ -90,7 +109,7 @@ class Plan:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """The object that --json prints."""
         return {
             "hardware": self.request.hardware.kind,
             "ranks": dataclasses.asdict(self.grid),
@@ -147,7 +166,7 @@ def make_plan(config: Config, request: Request) -> Plan:
 
 
 def _trace(config: Config, number: int, lengths: tuple[int, ...]) -> tuple[Counts, Activations, Any]:
-    """Of one stage: its parameters, a micro-batch's activations, and the multiplications of the whole model."""
+    """One stage's parameters and the activations of a micro-batch, and the multiplications of the whole model."""
     parallel = config.engine.parallel
     alone = Grid.of(config, parallel.tensor * parallel.pipeline * math.lcm(parallel.context, parallel.expert))
     fusions = "none" if config.engine.fusions == "none" else "all"  # no device is asked
@@ -160,7 +179,7 @@ def _trace(config: Config, number: int, lengths: tuple[int, ...]) -> tuple[Count
 
 
 def _sent(config: Config, shape: ModelShape, counts: Counts, grid: Grid, num_parameters: int) -> int:
-    """As sent_bytes; of a stage that is quantised as the model is on average."""
+    """sent_bytes of a stage that is quantised as the model is on average."""
     share = served_item(config, shape, num_parameters) / DTYPE_BYTES[config.model.dtype]
     return int(sent_bytes(config, counts, grid) * share)
 
@@ -197,36 +216,10 @@ def _seconds(
     return times.step_seconds(config, parts, generation)
 
 
-def _problems(plan: Plan) -> dict[str, dict[str, int]]:
-    found, room, worker, config = dict[str, dict[str, int]](), plan.request.hardware.memory_bytes, plan.worker, plan.config
-    asleep = worker.asleep if worker is not None and config.rollout.is_colocated else 0
-    for stage in plan.stages:
-        taken = stage.memory.device + asleep
-        if taken > room:
-            which = f"a trainer rank of stage {stage.number}" if len(plan.stages) > 1 else "a trainer rank"
-            beside = " with vLLM asleep beside it" if asleep else ""
-            found[f"{which}{beside} takes {gib(taken)} GiB of {gib(room)} GiB"] = stage.memory.parts
-    if worker is None:
-        return found
-    stays = stays_bytes(config, plan.largest.memory) if config.rollout.is_colocated else 0
-    if worker.total + stays > room:
-        beside = f" beside {gib(stays)} GiB of the trainer" if stays else ""
-        found[f"a vLLM worker takes {gib(worker.total)} GiB{beside}, of {gib(room)} GiB"] = worker.parts
-    longest = config.rollout.max_model_len or config.rollout.max_new_tokens
-    if worker.cache_tokens < longest:
-        tokens = max(0, worker.cache_tokens)
-        found[f"vLLM's KV cache holds {tokens} tokens, and a sequence has up to {longest}"] = worker.parts
-    return found
-
-
 def stays_bytes(config: Config, memory: RankMemory) -> int:
-    """Of a trainer rank on its GPU while vLLM generates there."""
+    """Bytes that a trainer rank keeps on its GPU while vLLM generates there."""
     state = ("weights", "embeddings, gathered", "gradients", "optimizer", "reference")
     away = {name for kind in config.rollout.offload_trainer for name in OFFLOADED[kind]}
     kept = sum(memory.parts.get(name, 0) for name in state if name not in away)
     beside = memory.parts.get("sync buckets", 0) + memory.parts.get("workspaces", 0)
     return memory.outside + kept + round(RESERVED_BESIDE * beside)
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f}"

@@ -34,7 +34,7 @@ OFFLOADED = {  # parts by the values of rollout.offload_trainer
 
 @dataclass(frozen=True)
 class RankMemory:
-    """In bytes. `parts` are those of the passes' peak; `step` is the optimizer step's peak."""
+    """Memory of a rank in bytes. `parts` are those of the passes' peak; `step` is the optimizer step's peak."""
 
     parts: dict[str, int]
     passes: int
@@ -49,7 +49,7 @@ class RankMemory:
 
     @property
     def device(self) -> int:
-        """Of the process on its device."""
+        """Bytes of the process on its device."""
         return round(self.tensors_peak * (1 + RESERVED_SHARE)) + self.outside
 
 
@@ -62,12 +62,12 @@ class Stage(NamedTuple):
 
 
 def stage_parameters(counts: Counts, grid: Grid) -> int:
-    """Of all ranks of a stage together, each once."""
+    """Number of parameters of a stage, summed over its ranks, each counted once."""
     return counts.dense * grid.tensor + counts.experts * grid.tensor * grid.expert
 
 
 def sent_bytes(config: Config, counts: Counts, grid: Grid) -> int:
-    """Of a sync, from one stage: whole weights, or adapters alone."""
+    """Bytes that one stage sends in a sync: whole weights, or adapters alone."""
     lora = config.engine.lora
     is_adapter = lora.rank and lora.sync == "adapter"
     sent = counts.trained * grid.tensor if is_adapter else stage_parameters(counts, grid)
@@ -86,10 +86,8 @@ def state_bytes(counts: Counts, engine: EngineConfig, dtype: str, grid: Grid) ->
     }
 
 
-def stage_memory(
-    config: Config, grid: Grid, work: Work, number: int, counts: Counts, found: Activations
-) -> RankMemory:
-    """Of each rank of stage `number`, whose micro-batches have the activations `found`."""
+def stage_memory(config: Config, grid: Grid, work: Work, number: int, counts: Counts, found: Activations) -> RankMemory:
+    """Memory of each rank of stage `number`, whose micro-batches have the activations `found`."""
     engine, dtype, is_grpo = config.engine, config.model.dtype, config.algorithm.name == "grpo"
     gathers = SHARDS_PARAMETERS[engine.wrap] and grid.shards > 1
     state = state_bytes(counts, engine, dtype, grid)
@@ -149,7 +147,7 @@ def sharded_passes(counts: Counts, found: Activations, engine: EngineConfig, dty
 
 
 def offloaded_bytes(parts: Mapping[str, int], config: Config) -> int:
-    """Of `parts`, on the host for some of the time; gradients are dropped and not copied."""
+    """Bytes of `parts` that are on the host for some of the time; gradients are dropped and not copied."""
     colocated = config.algorithm.name == "grpo" and config.rollout.is_colocated
     kinds = set(config.rollout.offload_trainer) if colocated else set()
     kinds |= {"optimizer"} if config.engine.optimizer.offload else set()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from bridge.layout.quantised import is_quantised
 from engine.config import DTYPE_BYTES
-from megasync.checks.served_sizes import cached_item
+from megasync.checks.served_sizes import cache_bytes_per_token
 from megasync.config.schema import Config
 from megasync.models.folder import model_fields
 from megasync.models.model_shape import ModelShape
 from megasync.models.tensors import expected_tensors
+from megasync.models.tensors import num_parameters as num_parameters_of
 from megasync.tools.plan.hardware import Hardware, num_bytes
 
 BATCHED_TOKENS = 2048  # vllm/config/scheduler.py: max_num_batched_tokens of an engine that is neither LLM's nor a server's
@@ -23,7 +25,7 @@ BATCHED_TOKENS = 2048  # vllm/config/scheduler.py: max_num_batched_tokens of an 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """In bytes."""
+    """Memory of a vLLM worker in bytes."""
 
     parts: dict[str, int]
     cache_tokens: int  # of all its sequences together
@@ -43,12 +45,14 @@ def worker_memory(
     weights = whole // rollout.tensor_parallel
     sent = whole if sent_bytes is None else sent_bytes
     buckets = 0 if rollout.is_colocated else 2 * min(config.sync.bucket_bytes, sent)
-    parts = {"weights": weights, "KV cache": 0, "sampling state": _sampling_state(config, shape)}
+    draft = num_parameters_of(Path(path)) if (path := rollout.speculation.draft_path) else 0
+    draft_weights = draft * DTYPE_BYTES[config.model.dtype] // rollout.tensor_parallel
+    parts = {"weights": weights, "draft model": draft_weights, "KV cache": 0, "sampling state": _sampling_state(config, shape)}
     parts |= {"working memory": _working_memory(config, shape), "kernels": num_bytes("kernels")}
     graphs = 0 if rollout.enforce_eager else _graphs(config, shape)
     cache = rollout.kv_cache_bytes
     if cache is None:
-        within = sum(parts.values()) + (0 if _uses_second_runner(shape) else graphs)
+        within = sum(parts.values()) + (0 if _uses_second_runner(config, shape) else graphs)
         cache = int(rollout.gpu_memory_utilization * hardware.memory_bytes) - within
     groups = (rollout.tensor_parallel > 1) + (not rollout.is_colocated)  # of several GPUs: its workers; trainer and workers
     outside = num_bytes("context") + groups * num_bytes("nccl")
@@ -68,16 +72,18 @@ def served_item(config: Config, shape: ModelShape, num_parameters: int) -> float
     return item - saved / num_parameters
 
 
-def _uses_second_runner(shape: ModelShape) -> bool:
-    """Of vLLM's two model runners (vllm/config/vllm.py:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, 0.26). It ignores CUDA graphs
-    when it sizes the cache (v1/worker/gpu/model_runner.py:profile_cudagraph_memory); the first one does not.
+def _uses_second_runner(config: Config, shape: ModelShape) -> bool:
+    """Of vLLM's two model runners (vllm/config/vllm.py:DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, 0.26), never with speculation. It
+    ignores CUDA graphs when it sizes the cache (v1/worker/gpu/model_runner.py:profile_cudagraph_memory); the first one does not.
     """
+    if config.rollout.speculation.is_set:
+        return False
     return not shape.num_experts or shape.model_type == "qwen2_moe"
 
 
 def _sampling_state(config: Config, shape: ModelShape) -> int:
     """The second runner counts the tokens of each sequence (v1/worker/gpu/sample/penalties.py)."""
-    per_token = 4 + 4 / 32 if _uses_second_runner(shape) else 0
+    per_token = 4 + 4 / 32 if _uses_second_runner(config, shape) else 0
     return int(config.rollout.max_num_seqs * shape.vocab_size * per_token)
 
 
@@ -88,8 +94,9 @@ def _working_memory(config: Config, shape: ModelShape) -> int:
     of top-k and top-p have rows for up to 128 sequences (v1/sample/ops/topk_topp_triton.py).
     """
     rollout, item = config.rollout, DTYPE_BYTES[config.model.dtype]
-    per_logit = item + (4 if _uses_second_runner(shape) else 16)
-    logits = shape.vocab_size * (rollout.max_num_seqs * per_logit + min(rollout.max_num_seqs, 128) * 4)
+    per_logit = item + (4 if _uses_second_runner(config, shape) else 16)
+    rows = rollout.max_num_seqs * (1 + (rollout.speculation.num_tokens if rollout.speculation.is_set else 0))
+    logits = shape.vocab_size * (rows * per_logit + min(rollout.max_num_seqs, 128) * 4)
     return _activations(config, shape) + logits + num_bytes("worker_workspaces")
 
 
@@ -111,11 +118,6 @@ def _graphs(config: Config, shape: ModelShape) -> int:
     few, some, many = (1, 2, 4), range(8, min(largest + 1, 256), 8), range(256, largest + 1, 16)
     sizes = sum(size <= largest for size in few) + len(some) + len(many)
     return sizes * shape.num_hidden_layers * num_bytes("graph_layer") + _activations(config, shape) + num_bytes("graph_pool")
-
-
-def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """On one worker."""
-    return shape.num_cached_layers * shape.cached_numbers(config.rollout.tensor_parallel) * cached_item(config)
 
 
 def running_at_once(config: Config, worker: WorkerMemory, mean_tokens: float) -> int:

@@ -36,7 +36,7 @@ def compare(plan: Plan, folder: Path) -> str:
 
 
 def measured_of(folder: Path) -> dict[str, float]:
-    """Of a run, by the names of the plan. Seconds are medians without the first step, which compiles kernels."""
+    """Measured values of a run, by the names of the plan. Seconds are medians without the first step, which compiles kernels."""
     steps, summary = read_metrics(folder), read_summary(folder)
     columns = {name: [float(step[name]) for step in steps if step.get(name) is not None] for name in (*PEAKS, *MEDIANS)}
     found = {name: max(columns[name]) for name in PEAKS if columns[name]}

@@ -15,13 +15,14 @@ from engine.attention import windows
 from engine.batch import costs
 from engine.config import DTYPE_BYTES
 from engine.wrap.ddp_fields import SHARDS_PARAMETERS
+from megasync.checks.served_sizes import cache_bytes_per_token
 from megasync.config.schema import Config
 from megasync.models.model_shape import ModelShape
 from megasync.tools.plan.hardware import Hardware, constant
 from megasync.tools.plan.layout import Grid, Work
 from megasync.tools.plan.lengths import decode_steps
 from megasync.tools.plan.meta.ranks import Counts
-from megasync.tools.plan.replicas import WorkerMemory, cache_bytes_per_token, running_at_once, served_item
+from megasync.tools.plan.replicas import WorkerMemory, running_at_once, served_item
 
 ADAPTER_MOVES = 7  # by LoRA's narrow products: numbers read and written, a token, over a layer's weights / hidden size
 ADAM_BYTES = 34  # a parameter: gradient, main weight and both moments are read, three written, and the weight; the norm's read
@@ -31,7 +32,7 @@ SAMPLE_BESIDE_TRAINING = 3  # times as long as in turns with training
 
 @dataclass(frozen=True)
 class Multiplications:
-    """Of one token's forward pass through the whole model."""
+    """Multiplications of one token's forward pass through the whole model."""
 
     layers: float  # by weights
     output: float  # by the output layer
@@ -57,14 +58,14 @@ class Multiplications:
         )
 
     def attention(self, lengths: tuple[int, ...]) -> float:
-        """Of attention, mean over the tokens of sequences of these lengths."""
+        """Multiplications of attention, the mean over the tokens of sequences of these lengths."""
         sizes = np.array(lengths, np.int64)
         matrices = costs.attention_costs(sizes, self.windows).sum() / sizes.sum()
         return float((self.layers + self.output) * matrices / self.attention_length)
 
 
 class StepSeconds(NamedTuple):
-    """Of one step."""
+    """Seconds of the parts of one step."""
 
     train: float
     optimizer: float
@@ -123,7 +124,7 @@ def train_seconds(on: Machine, counts: Counts) -> tuple[float, float]:
 
 
 def launch_seconds(on: Machine) -> float:
-    """Of a batch's passes on the host, which launches a layer of a micro-batch in the same time however many tokens it has."""
+    """The host's seconds in a batch's passes: a layer of a micro-batch is launched in the same time, whatever its tokens."""
     engine = on.config.engine
     more = SHARDS_PARAMETERS[engine.wrap], engine.lora.rank > 0, on.config.model.dtype == "float32", engine.recompute != "none"
     layer = constant("layer_launch") * constant("more_launches") ** sum(more)
@@ -131,7 +132,7 @@ def launch_seconds(on: Machine) -> float:
 
 
 def _communication_seconds(on: Machine, tokens: float) -> float:
-    """Of tensor and expert parallelism, which no computation hides."""
+    """Seconds of the communication of tensor and expert parallelism, which no computation hides."""
     grid, copies = on.grid, on.model.experts_per_token
     moved = 12 * (grid.tensor - 1) / grid.tensor  # gathers and reductions of a layer, forward and backward, some of them twice
     moved += 4 * copies * (grid.expert - 1) / grid.expert  # a token to its experts and back
@@ -140,7 +141,7 @@ def _communication_seconds(on: Machine, tokens: float) -> float:
 
 
 def optimizer_seconds(on: Machine, counts: Counts) -> float:
-    """Of a batch's optimizer steps."""
+    """Seconds of a batch's optimizer steps."""
     own = counts.dense_trained / on.grid.shards + counts.experts_trained / on.grid.expert_shards
     found = ADAM_BYTES * own / on.hardware.bandwidth
     if on.config.engine.optimizer.offload:
@@ -155,7 +156,7 @@ def sync_seconds(on: Machine, num_bytes: float) -> float:
 
 
 class Generation(NamedTuple):
-    """Of a batch on one replica."""
+    """Seconds of generating a batch on one replica."""
 
     alone: float
     full: float  # among other batches, so that as many samples run as may

@@ -19,6 +19,7 @@ KEYS = {  # that shrink a part of memory
     "gradients before reduction": "engine.overrides.suggested_communication_unit_size, engine.gradient_dtype",
     "sync buckets": "sync.bucket_bytes",
     "KV cache": "rollout.kv_cache_bytes, rollout.gpu_memory_utilization, rollout.placement=separate",
+    "draft model": "rollout.speculation.path",
     "sampling state": "rollout.max_num_seqs",
     "working memory": "rollout.max_num_seqs, rollout.max_model_len",
     "CUDA graphs": "rollout.enforce_eager=true, rollout.max_num_seqs",

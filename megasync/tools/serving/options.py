@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megasync.checks.data import check_data, check_engine_arguments
 from megasync.checks.exact import exact_errors
 from megasync.checks.served_sizes import cache_errors, check_cache_memory, served_errors
+from megasync.checks.speculation import speculation_errors
 from megasync.config.data_section import MAX_TEMPERATURE, MIN_TEMPERATURE
 from megasync.config.errors import refuse, refuse_if
 from megasync.config.schema import Config
@@ -65,7 +67,8 @@ def _temperature(text: str) -> float:
 def check_servable(config: Config) -> None:
     """ConfigError where model, sets, vLLM's arguments or the address of a Ray cannot be used."""
     shape, on_gpus = check_model_folder(config.model.path), bool(visible_devices())
-    refuse([*exact_errors(config, shape, on_gpus=on_gpus), *served_errors(config, shape, on_gpus=on_gpus)])
+    of_replicas = (exact_errors(config, shape, on_gpus=on_gpus), served_errors(config, shape, on_gpus=on_gpus))
+    refuse([*chain(*of_replicas), *speculation_errors(config, shape)])
     check_cache_memory(config)
     check_data(config)
     check_engine_arguments(config)
@@ -118,5 +121,6 @@ def with_model_len(source: Source, config: Config, evaluations: Sequence[Evaluat
     return config
 
 
-def of_rollout(config: Config, **keys: int) -> Config:
+def of_rollout(config: Config, **keys: Any) -> Config:
+    """With other values of these keys of `rollout`."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from megasync.config.schema import Config
 from megasync.launch.processes import end_on_sigterm
 from megasync.launch.ray_cluster import start_ray
-from megasync.launch.scope import listen_on_loopback, run_scope
+from megasync.launch.scope import kernel_cache, listen_on_loopback, run_scope
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
@@ -73,9 +73,11 @@ def replicas(config: Config, warms_up: bool = True) -> Iterator[ReplicaPool]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Removed with the block, also where SIGTERM ends it; `megasync doctor` knows by its name what SIGKILL leaves."""
+    """Removed with the block, also where SIGTERM ends it; `megasync doctor` knows by its name what SIGKILL leaves. What computes
+    beside the replicas, after they have ended too, leaves no empty cache.
+    """
     end_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix=f"megasync-serve-{os.getpid()}-") as folder:
+    with kernel_cache(), tempfile.TemporaryDirectory(prefix=f"megasync-serve-{os.getpid()}-") as folder:
         yield Path(folder)
 
 

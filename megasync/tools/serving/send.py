@@ -74,6 +74,7 @@ class FolderSource:
         from safetensors import safe_open
 
         from bridge.export.source import Part
+
         own = read_places(self.folder)
         with ExitStack() as opened:
             files = {path: opened.enter_context(safe_open(path, framework="pt")) for path in {path for path, _ in own.values()}}

@@ -59,16 +59,16 @@ def test_a_config_that_cannot_be_read_is_refused_before_ray_starts(config: Path,
     assert refused.value.code == REFUSED and "run.steps = -1: out of range" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["place", "open_store"])
-def test_a_rank_that_dies_before_it_runs_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_before_it_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(_: TrainerRank) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(driver, "TrainerRank", type("DyingRank", (TrainerRank,), {method: die}))
     stop = start_ray("local")
+    assert stop is not None
     try:
-        with pytest.raises(RuntimeError, match=r"(?s)^a trainer rank did not start: ActorDiedError: .*name: trainer-rank-\d"):
-            drive(2, "tests.megasync.rank_program:main", [], 0, 0, {})
+        for method in ("place", "open_store"):
+            monkeypatch.setattr(driver, "TrainerRank", type("DyingRank", (TrainerRank,), {method: die}))
+            with pytest.raises(RuntimeError, match=r"(?s)^a trainer rank did not start: ActorDiedError: .*name: trainer-rank-\d"):
+                drive(2, "tests.megasync.rank_program:main", [], 0, 0, {})
     finally:
-        assert stop is not None
         stop()

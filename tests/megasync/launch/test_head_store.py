@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from megasync.launch.head_store import HeadLostError, HeadStore, silence
+from megasync.launch.head_store import HeadLostError, HeadStore
 from megasync.launch.ray_cluster import free_port
+from megasync.launch.connect import connection_problem
 
 LOOPBACK = "127.0.0.1"
 SERVER = """
@@ -37,7 +38,7 @@ def test_a_client_of_a_stopped_head_fails_at_the_limit() -> None:
             assert process.stdout.readline() == "True\n"
             store = HeadStore.connect(LOOPBACK, port)
             assert store is not None and HeadStore.listen(LOOPBACK, port) is None
-            store.limit_silence(2.0)
+            store.limit_response_time(2.0)
             store.set("key", 1)
             assert store.get("key") == 1 and store.get("other") is None
             os.kill(process.pid, signal.SIGSTOP)
@@ -51,4 +52,4 @@ def test_a_client_of_a_stopped_head_fails_at_the_limit() -> None:
 
 def test_nobody_listens() -> None:
     port = free_port()
-    assert silence(LOOPBACK, port) == "Connection refused" and HeadStore.connect(LOOPBACK, port) is None
+    assert connection_problem(LOOPBACK, port) == "Connection refused" and HeadStore.connect(LOOPBACK, port) is None

@@ -50,7 +50,7 @@ def test_without_a_head_a_node_gives_up(config: Path) -> None:
     ((code, output),) = end(start(config, port, "--wait-seconds", "2", "--node-rank", "1"))
     assert code == 1, output
     assert f"waiting: the head node 127.0.0.1:{port} is not here: Connection refused" in output
-    assert f"gave up after 2 s: nobody answers at 127.0.0.1:{port}: Connection refused" in output
+    assert f"gave up after 2 s: nothing answers at 127.0.0.1:{port}: Connection refused" in output
 
 
 def test_a_node_that_differs_ends_both_before_the_start(config: Path) -> None:

@@ -116,7 +116,7 @@ def test_little_shared_memory_is_a_warning_with_the_remedy(monkeypatch: pytest.M
     assert shared_memory_finding("node2", has_rollouts=False)[1]
 
 
-def test_files_are_compared_by_sizes_and_headers(tmp_path: Path) -> None:
+def test_files_are_compared_by_sizes_headers_and_pieces(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
@@ -124,6 +124,10 @@ def test_files_are_compared_by_sizes_and_headers(tmp_path: Path) -> None:
     assert described(one) == described(two) and "1 files, 131078 bytes" in described(one)
     (two / "weights").write_bytes(b"HEADER" + bytes(2**17))
     assert described(one) != described(two)
+    for begin, end in ((2**20, 2**21), (2**21 - 1, 2**21)):  # as another fine-tune's values, and a data set's last line
+        for folder, value in ((one, 0), (two, 1)):
+            (folder / "weights").write_bytes(bytes(begin) + bytes([value]) * (end - begin))
+        assert described(one) != described(two), begin
     assert described(tmp_path / "none") == "not there"
 
 

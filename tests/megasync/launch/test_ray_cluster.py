@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megasync.launch import ray_cluster
 from tests.support.ranks import ROOT
 
 TWICE = """
@@ -55,3 +58,10 @@ def test_a_ray_of_our_own_has_a_token_of_its_own(tmp_path: Path) -> None:
     reported = [([f"{os.nice(0)} {digits}", ours, "RaySystemError False"], names) for digits, names in NAMED]
     assert run.stdout.splitlines() == [line for lines, names in reported for line in (*lines, str(names))]
     assert not (tmp_path / ".ray").exists()
+
+
+def test_a_ray_that_does_not_start_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own has any type: commands would print a traceback."""
+    monkeypatch.setattr(ray_cluster, "OBJECT_STORE_BYTES", 1)
+    with pytest.raises(RuntimeError, match=r"^Ray did not start: .* 1 bytes"):
+        ray_cluster.start_ray("local")

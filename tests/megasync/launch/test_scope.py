@@ -48,13 +48,15 @@ def test_temporary_files_go_after_a_launcher_that_is_killed_while_it_ends_its_pr
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_the_cache_of_kernels_stays_where_there_are_some(tmp_path: Path, holds: bool) -> None:
-    """torch makes its folder where nothing is compiled, too."""
+@pytest.mark.parametrize("command", ["run_scope()", "scratch_folder(), run_scope(): pass\nwith scratch_folder()"])
+def test_the_cache_of_kernels_stays_where_there_are_some(tmp_path: Path, holds: bool, command: str) -> None:
+    """torch makes its folder where nothing is compiled, too: in bisect after the replicas have ended."""
     code = f"""
 import os
 from pathlib import Path
 from megasync.launch.scope import run_scope
-with run_scope():
+from megasync.tools.serving.replicas import scratch_folder
+with {command}:
     cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     cache.mkdir()
     if {holds}:

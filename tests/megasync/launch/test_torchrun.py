@@ -87,43 +87,37 @@ folder.mkdir(parents=True, exist_ok=True)
 left = (folder / "stop").exists()
 config.write_text(os.environ["EDIT"])
 (folder / "stop").touch()
-print(load_config(given, overrides).run.name, "stop" if left else "no stop")
+print(load_config(given, overrides).run.name, "stop" if left else "no stop", os.environ[os.environ["MALLOC"]])
 sys.exit(int(os.environ["CODE"]))
 """
 
 
-@pytest.mark.parametrize(("edit", "code", "expected"), [("run: [", 1, 1), ("run: {name: another}", 0, STOPPED)])
-def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, tmp_path: Path) -> None:
-    """Whatever is written into the file since; and the `stop` of a former run is none of this one's."""
+@pytest.mark.parametrize(
+    ("edit", "code", "expected", "malloc"),
+    [("run: [", 1, 1, {}), ("run: {name: another}", 0, STOPPED, {MALLOC: "glibc.malloc.arena_max=2"})],
+)
+def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, malloc: dict[str, str], tmp_path: Path) -> None:
+    """Whatever is written into the file since; and the `stop` of a former run is none of this one's.
+
+    Ranks on CPUs get settings of malloc where there are none.
+    """
     (tmp_path / "reported.py").write_text(EDITED)
     config, folder = tmp_path / "config.yaml", tmp_path / "runs" / "first"
     config.write_text("run: {name: first}")
     (folder / "checkpoints" / "step_00000003").mkdir(parents=True)
     (folder / STOP_FILE).touch()
-    reported = {"FOLDER": str(folder), "CONFIG": str(config), "EDIT": edit, "CODE": str(code)}
-    environment = os.environ | reported | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
+    reported = {"FOLDER": str(folder), "CONFIG": str(config), "EDIT": edit, "CODE": str(code), "MALLOC": MALLOC}
+    own = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)]), "PET_NNODES": "2", "CUDA_VISIBLE_DEVICES": ""}
+    inherited = {key: value for key, value in os.environ.items() if key != MALLOC}
+    environment = inherited | reported | own | malloc
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "reported", TRAINER]
     command += [str(config), f"run.dir={tmp_path / 'runs'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == expected and "ConfigError" not in done.stderr, done.stderr
-    assert done.stdout.splitlines() == ["first no stop"]
+    assert done.stdout.splitlines() == [f"first no stop {malloc.get(MALLOC, MALLOC_ON_CPU)}"]
     if code:
         assert f"newest checkpoint: {folder}/checkpoints/step_00000003\ngo on from it: " in done.stderr
         assert f"{TRAINER} {config} run.dir=" in done.stderr, "the user's file"
-
-
-@pytest.mark.parametrize("own", [None, "glibc.malloc.arena_max=2"])
-def test_ranks_on_cpus_get_malloc_settings_unless_there_are_the_user_s(own: str | None, tmp_path: Path) -> None:
-    (tmp_path / "reported.py").write_text(f"import os; print(os.environ[{MALLOC!r}])")
-    environment = {key: value for key, value in os.environ.items() if key != MALLOC} | ({MALLOC: own} if own else {})
-    environment |= {
-        "PET_NNODES": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)]),
-    }
-    command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "reported"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    assert done.stdout.strip() == (own or MALLOC_ON_CPU), done.stderr
 
 
 def test_a_rank_that_is_stopped_at_its_very_end_is_missed_once_another_has_ended(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ Leaves out schedules: how many micro-batches wait at once for their backward pas
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,25 +40,33 @@ class Activations:
     layer_peak: int  # from then until the last layer's backward pass is over
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The model that is traced, and for which kind of device."""
+class Traced(NamedTuple):
+    """The rank that is traced, with the sequences of its micro-batch and the kernels of its device."""
 
     rank: MetaRank
     engine: EngineConfig
     lengths: tuple[int, ...]
-    has_entropy: bool = False
-    on_cpu: bool = False
+    has_entropy: bool
+    kernels: Sequence[stand_ins.Kernel]
+
+    @property
+    def use_fused(self) -> bool:
+        return self.engine.fusions == "all"
 
 
 def trace(
-    rank: MetaRank, engine: EngineConfig, lengths: tuple[int, ...], *, has_entropy: bool = False, on_cpu: bool = False
+    rank: MetaRank,
+    engine: EngineConfig,
+    lengths: tuple[int, ...],
+    *,
+    has_entropy: bool = False,
+    kernels: Sequence[stand_ins.Kernel] | None = None,
 ) -> Activations:
-    """`lengths`: tokens of the micro-batch's sequences, over all context ranks; for `on_cpu` all alike.
+    """`lengths`: tokens of the micro-batch's sequences, over all context ranks; `kernels`: those of GPUs by default.
 
     Of more than six equal layers three and six are traced, and the difference is that of three layers.
     """
-    traced = Traced(rank, engine, lengths, has_entropy, on_cpu)
+    traced = Traced(rank, engine, lengths, has_entropy, stand_ins.kernels_of(rank.bridge.dtype) if kernels is None else kernels)
     found = [_trace_layers(traced, chunk) for chunk in rank.chunks]
     held = sum(each.held for each in found)
     moments = ("peak", "head_peak", "head_end", "layer_peak")
@@ -101,7 +110,7 @@ def _trace_layers(traced: Traced, chunk: torch.nn.Module) -> Activations:
 
 
 def _are_alike(layers: Any) -> bool:
-    """Of the same modules, sizes and windows."""
+    """Whether all layers have the same modules, sizes and windows."""
     kinds = {
         tuple((name, type(module).__name__, getattr(module, "window", None)) for name, module in layer.named_modules())
         + tuple(tuple(parameter.shape) for parameter in layer.parameters())
@@ -110,17 +119,50 @@ def _are_alike(layers: Any) -> bool:
     return len(kinds) == 1
 
 
-def _trace_chunk(traced: Traced, chunk: torch.nn.Module) -> Activations:
+def _trace_chunk(traced: Traced, chunk: Any) -> Activations:
+    """Forward and backward pass."""
+    tracker, model, moments = Tracker(), gpt_model(chunk), dict[str, tuple[int, int]]()
+    tracker.leave_out(chunk.parameters())
+    tokens, sequences = _inputs(traced, model)
+
+    def ends_with_gradient_of(module: Any, phase: str) -> Any:
+        """Keeps the phase's peak, and the bytes at its end, when the module's first input gets its gradient."""
+
+        def keep(_: torch.Tensor) -> None:
+            if phase not in moments:  # under recompute the input of the second forward pass comes first
+                moments[phase] = tracker.restart_peak(), tracker.bytes_now
+
+        def watch(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            states = args[0] if args else options["hidden_states"]
+            if states.requires_grad:
+                states.register_hook(keep)
+
+        return module.register_forward_pre_hook(watch, with_kwargs=True)
+
+    hooks = [ends_with_gradient_of(model.decoder.layers[-1], "layer")]
+    if model.post_process:
+        hooks.append(ends_with_gradient_of(model.decoder.final_layernorm, "head"))
+    with stand_ins.installed(tracker, traced.kernels, use_fused=traced.use_fused), OnMeta(), tracker:
+        loss = _forward(traced, chunk, tokens, sequences)
+        held = tracker.bytes_now
+        torch.autograd.backward(loss)
+    for hook in hooks:
+        hook.remove()
+    moments = {"head": (held, held), **moments}
+    peak = max(tracker.peak_bytes, *(each for each, _ in moments.values()))
+    return Activations(held, peak, *moments["head"], moments["layer"][0])
+
+
+def _inputs(traced: Traced, model: Any) -> tuple[torch.Tensor, PackedSequences]:
+    """Tokens and sequences of this rank; a stage that is not the first also gets hidden states."""
     rank, engine, lengths = traced.rank, traced.engine, traced.lengths
-    model, use_fused = gpt_model(chunk), engine.fusions == "all"
     own_tokens = sum(lengths) // engine.parallel.context
-    tokens = torch.empty(1, own_tokens, dtype=torch.int64, device=META)
-    sequences = packed(lengths, engine)
+    tokens, sequences = torch.empty(1, own_tokens, dtype=torch.int64, device=META), packed(lengths, engine)
     rotation = latent.rotation(rank.bridge.hf_config)
     with OnMeta():
         if rotation is not None:
             sequences.rotary = rotation._replace(frequencies=rotation.frequencies.to(META)).tables(tokens)
-        elif use_fused:
+        elif traced.use_fused:
             sequences.rotary = fused.rotary_tables(model.rotary_pos_emb, tokens, max(lengths))
     if model.config.num_moe_experts:
         sequences.routing = Routing(torch.ones(own_tokens, dtype=torch.bool, device=META), 1.0)
@@ -128,64 +170,24 @@ def _trace_chunk(traced: Traced, chunk: torch.nn.Module) -> Activations:
         rows = own_tokens // (engine.parallel.tensor if engine.parallel.sequence else 1)
         shape = rows, 1, model.config.hidden_size
         model.set_input_tensor(torch.empty(shape, dtype=rank.bridge.dtype, device=META, requires_grad=True))
-    return _Pass(chunk, tokens, sequences, traced).measure()
+    return tokens, sequences
 
 
-@dataclass
-class _Pass:
-    chunk: Any
-    tokens: torch.Tensor
-    sequences: PackedSequences
-    traced: Traced
-
-    def measure(self) -> Activations:
-        use_fused, dtype = self.traced.engine.fusions == "all", self.traced.rank.bridge.dtype
-        tracker, decoder, moments = Tracker(), gpt_model(self.chunk).decoder, dict[str, tuple[int, int]]()
-        tracker.leave_out(self.chunk.parameters())
-
-        def ends_with_gradient_of(module: Any, phase: str) -> Any:
-            """Keeps the phase's peak, and the bytes at its end, when the module's first input gets its gradient."""
-
-            def keep(_: torch.Tensor) -> None:
-                if phase not in moments:  # under recompute the input of the second forward pass comes first
-                    moments[phase] = tracker.restart_peak(), tracker.bytes_now
-
-            def watch(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-                states = args[0] if args else options["hidden_states"]
-                if states.requires_grad:
-                    states.register_hook(keep)
-
-            return module.register_forward_pre_hook(watch, with_kwargs=True)
-
-        hooks = [ends_with_gradient_of(decoder.layers[-1], "layer")]
-        if gpt_model(self.chunk).post_process:
-            hooks.append(ends_with_gradient_of(decoder.final_layernorm, "head"))
-        with stand_ins.installed(tracker, dtype, use_fused=use_fused, on_cpu=self.traced.on_cpu), OnMeta(), tracker:
-            loss = self._forward(use_fused)
-            held = tracker.bytes_now
-            torch.autograd.backward(loss)
-        for hook in hooks:
-            hook.remove()
-        moments = {"head": (held, held), **moments}
-        peak = max(tracker.peak_bytes, *(each for each, _ in moments.values()))
-        return Activations(held, peak, *moments["head"], moments["layer"][0])
-
-    def _forward(self, use_fused: bool) -> torch.Tensor:
-        """The scalar at which the backward pass begins."""
-        bridge, size = self.traced.rank.bridge, self.traced.engine.logits_chunk_tokens
-        options = {"fp32_output": False} if use_fused and bridge.dtype is not torch.float32 else {}
-        read = logits.LogProbs(1.0, use_fused, self.traced.has_entropy)
-        reader = logits.reader(read, bridge)
-        is_read = self.tokens.shape[1] > size
-        logits.read_in_layer(gpt_model(self.chunk), head.Request((self.tokens,), reader, size) if is_read else None)
-        output = self.chunk(self.tokens, self.tokens, None, packed_seq_params=self.sequences, **options)
-        if not gpt_model(self.chunk).post_process:
-            return output.sum()  # type: ignore[no-any-return]
-        if not options:
-            output = output.float()  # as megatron-core's wrapper (module.py:453), which knows no meta tensor's dtype
-        # the fields that logits.values reads
-        microbatch: Any = SimpleNamespace(labels=self.tokens, targets=(self.tokens,), sequences=self.sequences)
-        return logits.values(output, microbatch, reader, is_read=is_read)[0].sum()
+def _forward(traced: Traced, chunk: Any, tokens: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
+    """The scalar at which the backward pass begins."""
+    bridge, size, model = traced.rank.bridge, traced.engine.logits_chunk_tokens, gpt_model(chunk)
+    options = {"fp32_output": False} if traced.use_fused and bridge.dtype is not torch.float32 else {}
+    reader = logits.reader(logits.LogProbs(1.0, traced.use_fused, traced.has_entropy), bridge)
+    is_read = tokens.shape[1] > size
+    logits.read_in_layer(model, head.Request((tokens,), reader, size) if is_read else None)
+    output = chunk(tokens, tokens, None, packed_seq_params=sequences, **options)
+    if not model.post_process:
+        return output.sum()  # type: ignore[no-any-return]
+    if not options:
+        output = output.float()  # as megatron-core's wrapper (module.py:453), which knows no meta tensor's dtype
+    # the fields that logits.values reads
+    microbatch: Any = SimpleNamespace(labels=tokens, targets=(tokens,), sequences=sequences)
+    return logits.values(output, microbatch, reader, is_read=is_read)[0].sum()
 
 
 def multiple_of_tokens(engine: EngineConfig, num_experts: int, experts_per_token: int) -> int:

@@ -94,7 +94,7 @@ class MetaRank:
 
 
 def build_rank(model: ModelConfig, engine: EngineConfig) -> MetaRank:
-    """Of this rank of the world, a real one or that of `world`. `engine.fusions` is all or none: no device is asked."""
+    """The model of this rank of the world, a real one or that of `world`. `engine.fusions` is all or none: no device is asked."""
     bridge = build.build_mbridge(model.model_copy(update={"exact": False}), engine)  # exact tiles read numbers of tensors
     with OnMeta(), Tracker():  # the tracker answers the all-reduce of tied embeddings (language_module.py:245)
         chunks = build.build_chunks(bridge, None)
@@ -106,7 +106,7 @@ def build_rank(model: ModelConfig, engine: EngineConfig) -> MetaRank:
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """As the wraps do, which add it to buffers of their own."""
+    """Drop the gradient, as the wraps do, which add it to buffers of their own."""
     parameter.grad = None
 
 

@@ -9,7 +9,7 @@ torch.compile is one piece; experts get equal numbers of tokens. All else is the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ COMPILED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (sys.modules[bias_swiglu_impl.__module__], ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")),
 )
 DISPATCHERS = sys.modules[MoEAlltoAllTokenDispatcher.__module__]
+Kernel = tuple[Any, str, Any]  # an object, the name of its function, and what stands in for it
 
 
 class _Attention(torch.autograd.Function):
@@ -92,7 +93,7 @@ def _attend_packed(self: Any, query: torch.Tensor, key: torch.Tensor, value: tor
     return flash.attend(query, key, value, packed, self.scale, self.window).flatten(1)
 
 
-def _attend_grouped(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+def attend_grouped(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
     """CoreAttention._grouped for sequences of one length: gathered, attended to in one batch, and scattered back."""
     count, length = len(packed.lengths), max(packed.lengths)
     assert count * length == len(query)
@@ -112,16 +113,7 @@ def _attend_delta(
     return torch.cat([out])[index]
 
 
-def _dot_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any) -> Any:
-    """torch's attention on CPUs, which meta tensors do not choose; plain products where values are smaller than keys."""
-    if value.shape[-1] != query.shape[-1]:
-        return _real_dot_products(query, key, value, attn_mask=attn_mask, **options)
-    causal, scale = bool(options.get("is_causal")), options.get("scale")
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
-
-
-def _dot_products_on_gpu(
+def _dot_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **options: Any
 ) -> torch.Tensor:
     """torch's attention of float32 on GPUs, with the heads of keys repeated as engine/attention/dense.py does there."""
@@ -143,7 +135,6 @@ def _attend_over_context(part: Any, query: torch.Tensor, key: torch.Tensor, valu
     return _attend(query, key[seen], value[seen])
 
 
-_real_dot_products = F.scaled_dot_product_attention
 _real_attend = context.attend
 
 
@@ -177,10 +168,17 @@ def _sorted_chunks(
     return torch.cat([tokens]), None if probs is None else torch.cat([probs])
 
 
+def kernels_of(dtype: torch.dtype) -> list[Kernel]:
+    """Attention and norms on GPUs."""
+    norm = (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))  # type: ignore[no-untyped-call]
+    if dtype is torch.float32:
+        return [(core.CoreAttention, "_packed", attend_grouped), (F, "scaled_dot_product_attention", _dot_products), norm]
+    return [(core.CoreAttention, "_packed", _attend_packed), norm]
+
+
 @contextmanager
-def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: bool = False) -> Iterator[None]:
-    """Within the block the engine's code runs on meta tensors of that dtype, with the kernels of GPUs or, as tests compare them
-    with real ranks, of CPUs.
+def installed(tracker: Tracker, kernels: Sequence[Kernel], *, use_fused: bool) -> Iterator[None]:
+    """Within the block the engine's code runs on meta tensors, with these kernels.
 
     Nothing compiled is called: torch's compiler never compiles a function that it first meets under a dispatch mode
     (torch/_dynamo/convert_frame.py:_handle_skip).
@@ -191,15 +189,6 @@ def installed(tracker: Tracker, dtype: torch.dtype, *, use_fused: bool, on_cpu: 
         for module, names in COMPILED:
             for name in names if use_fused else ():
                 stack.enter_context(patch.object(module, name, tracker.opaque(getattr(module, name))))
-        kernels: list[tuple[Any, str, Any]] = [
-            (core.CoreAttention, "_packed", _attend_packed),
-            (core.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight)),  # type: ignore[no-untyped-call]
-        ]
-        if dtype is torch.float32 or on_cpu:
-            products = _dot_products if on_cpu else _dot_products_on_gpu
-            kernels[0:1] = [(core.CoreAttention, "_packed", _attend_grouped), (F, "scaled_dot_product_attention", products)]
-        if on_cpu:
-            del kernels[-1]
         for owner, name, stand_in in (
             *kernels,
             (delta_net, "attend", _attend_delta),

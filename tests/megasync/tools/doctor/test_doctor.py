@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from bridge.replicas.replica import Replica
 from megasync.config.files import lock_holder
 from megasync.config.load import load_config
+from megasync.launch.driver import TrainerRank
 from megasync.launch.machine import Finding, check_shared_memory, free_bytes, installed, segment_bytes
 from megasync.tools.doctor import gpus, network, software, system
 from megasync.tools.doctor.command import exit_code, main
 from megasync.tools.doctor.environment import Place, check_environment
 from megasync.tools.doctor.gpus import GpuUse, Process, parse_gpus
 from megasync.tools.doctor.inputs import check_inputs
+from megasync.workers.process import PROGRAM
+from megasync.workers.remote import Host
 from tests.support.config_files import ROOT, write_runnable
 
 MIB, GIB = 2**20, 2**30
@@ -51,6 +55,7 @@ ON_GPUS = Place(has_gpus=True, interfaces=("lo", "eth0"))
 BROKEN: list[tuple[str, object, str, str, str]] = [
     ("old driver", gpus.check_driver(parse_gpus(smi(driver="550.9")), "13.0", "gpu", has_device=True), "error", "550.9", "580"),
     ("dead driver", gpus.check_driver([], "13.0", "gpu", has_device=True), "error", "nvidia-smi", "reload"),
+    ("no torch", gpus.check_driver(TWO, None, "gpu", has_device=True), "error", "torch is not installed", "MEGASYNC_LANE=gpu"),
     ("torch for CPUs", gpus.check_driver(TWO, "", "gpu", has_device=True), "error", "2 GPUs", "MEGASYNC_LANE=gpu"),
     ("no GPU", gpus.check_driver([], "13.0", "gpu", has_device=False), "error", "no GPU", "MEGASYNC_LANE=cpu"),
     ("unknown GPU", gpus.check_visible(TWO, "0,7", SEPARATE), "error", "7", "0,1"),
@@ -111,6 +116,14 @@ def test_a_sound_machine_passes(tmp_path: Path) -> None:
         check_environment({"NCCL_SOCKET_IFNAME": "eth", "CUDA_LAUNCH_BLOCKING": "0", "VLLM_PLUGINS": "megasync"}, ON_GPUS),
     ]
     assert [finding for each in found for finding in as_list(each) if finding.level != "ok"] == []
+
+
+@pytest.mark.parametrize(
+    "command", [f"python -u -c {PROGRAM} []", *(f"ray::{each.__name__}.run" for each in (TrainerRank, Replica, Host))]
+)
+def test_processes_of_ours_are_known_by_their_commands(command: str) -> None:
+    assert gpus.check_leftovers([*LAUNCHED, Process(31, 1, command)]).remedy == "kill 31"
+    assert gpus.check_leftovers([*LAUNCHED, Process(31, 21, command)]).level == "ok"
 
 
 def test_packages_are_compared_with_the_lock(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.support.ranks import run_ranks
 
+from engine.attention.core import CoreAttention
 from engine.batch.packed import PackedSequences, Routing
 from engine.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from engine.model import build, lora
@@ -22,6 +24,7 @@ from engine.objective import logits
 from megasync.models.model_shape import SHAPES
 from megasync.tools.plan.meta import activations
 from megasync.tools.plan.meta.activations import trace
+from megasync.tools.plan.meta.stand_ins import attend_grouped
 from megasync.tools.plan.memory import sharded_passes, state_bytes
 from megasync.tools.plan.meta.ranks import build_rank, world
 from megasync.tools.plan.meta.tracker import Tracker
@@ -58,6 +61,18 @@ QWEN3_235B = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
+
+
+def attention_on_cpus(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    """Which meta tensors do not choose; plain products where values are smaller than keys."""
+    if value.shape[-1] != query.shape[-1]:
+        return REAL_ATTENTION(query, key, value, attn_mask=attn_mask, **options)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, bool(options.get("is_causal")), attn_mask=attn_mask, scale=options.get("scale"))[0]
+
+
+REAL_ATTENTION = F.scaled_dot_product_attention
+CPU_KERNELS = [(CoreAttention, "_packed", attend_grouped), (F, "scaled_dot_product_attention", attention_on_cpus)]
 
 
 def write_model(folder: Path, fields: dict[str, Any]) -> Path:
@@ -106,7 +121,7 @@ def test_passes_of_real_ranks_under_megatron_fsdp_take_what_is_planned(unit: int
     real = run_ranks(2, "tests.megasync.tools.plan.plan_ranks:passes", {"model": model, "keys": keys})[0]
     with world(2, 0, engine.parallel):
         rank = build_rank(ModelConfig.model_validate(model), engine)
-        found = trace(rank, engine, (128,) * 4, on_cpu=True)
+        found = trace(rank, engine, (128,) * 4, kernels=CPU_KERNELS)
     planned = sharded_passes(rank.counts, found, engine, "bfloat16")
     del planned["layers, gathered"]  # views of parameters, which are not counted in the real ranks
     assert sum(planned.values()) == pytest.approx(real, rel=0.05), planned
@@ -156,19 +171,19 @@ def test_what_is_traced_for_a_cpu_is_what_a_cpu_holds(shapes: str, dtype: str, k
     engine = EngineConfig.model_validate({**keys, "wrap": "ddp", "fusions": "none"})
     model = ModelConfig.model_validate({"path": str(folder), "dtype": dtype})
     with world(1, 0, engine.parallel):
-        found = trace(build_rank(model, engine), engine, (24, 24, 24), on_cpu=True)
+        found = trace(build_rank(model, engine), engine, (24, 24, 24), kernels=CPU_KERNELS)
         held, peak = measure_on_cpu(model, engine, (24, 24, 24))
     assert found.held == pytest.approx(held, rel=0.01) and found.peak == pytest.approx(peak, rel=0.02)
 
 
-@pytest.mark.parametrize(("length", "on_cpu", "keys"), [
-    (8, False, {}),
-    (8, True, {"recompute": "full"}),
-    (256, False, {"recompute": "selective"}),
-    (256, False, {"lora": {"rank": 8}}),
+@pytest.mark.parametrize(("length", "kernels", "keys"), [
+    (8, None, {}),
+    (8, CPU_KERNELS, {"recompute": "full"}),
+    (256, None, {"recompute": "selective"}),
+    (256, None, {"lora": {"rank": 8}}),
 ])  # fmt: skip
 def test_a_few_layers_say_what_all_take(
-    length: int, on_cpu: bool, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    length: int, kernels: list[Any] | None, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of few tokens the peak of few layers is where large, tied embeddings get their gradient; of many layers it is not."""
     fields = SHAPES["tiny"].hf_config(8192) | {"num_hidden_layers": 24, "tie_word_embeddings": True}
@@ -177,7 +192,7 @@ def test_a_few_layers_say_what_all_take(
     for few in (activations.FEW_LAYERS, (24, 24)):
         monkeypatch.setattr(activations, "FEW_LAYERS", few)
         with world(1, 0, engine.parallel):
-            found.append(trace(build_rank(model, engine), engine, (length, length), on_cpu=on_cpu))
+            found.append(trace(build_rank(model, engine), engine, (length, length), kernels=kernels))
     some, whole = found
     assert (some.held, some.head_end) == (whole.held, whole.head_end)
     assert astuple(some) == pytest.approx(astuple(whole), rel=0.001)

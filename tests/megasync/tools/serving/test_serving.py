@@ -179,10 +179,9 @@ def of_sets(source: Source, sets: dict[str, EvalSet] | str) -> Source:
 def test_wrong_use_is_refused_before_anything_starts(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main([str(run), *(word.replace("{folder}", str(tmp_path)) for word in arguments)], serve=no_replicas)
-    output = capsys.readouterr().err
-    assert stop.value.code == 2 and re.search(expected, output), output
+    given = [word.replace("{folder}", str(tmp_path)) for word in arguments]
+    assert code(evaluate, [str(run), *given], no_replicas) == 2
+    assert re.search(expected, capsys.readouterr().err)
 
 
 def test_a_folder_that_vllm_cannot_serve_is_refused_before_it_starts(
@@ -193,23 +192,17 @@ def test_a_folder_that_vllm_cannot_serve_is_refused_before_it_starts(
     good = write_tiny_model(tmp_path / "good", "qwen3")
     cases = (([small], "head_dim = 16: "), ([good, "rollout.kv_cache_bytes=64"], "too small for one sequence"))
     for arguments, expected in cases:
-        with pytest.raises(SystemExit) as stop:
-            generate.main([*map(str, arguments), "--prompt", "1+1=", "--max-new-tokens", "8"], serve=no_replicas)
-        output = capsys.readouterr().err
-        assert stop.value.code == 2 and expected in output, output
+        assert code(generate, [*map(str, arguments), "--prompt", "1+1=", "--max-new-tokens", "8"], no_replicas) == 2
+        assert expected in capsys.readouterr().err
 
 
-def test_errors_of_a_file_name_the_options_that_mend_them(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_a_file_name_the_options_that_mend_them(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And no key of a set that --data takes the place of."""
     write(tmp_path / "more/a.jsonl", '{"problem": "1+1=", "solution": 2}\n')
     write(tmp_path / "more/b.jsonl", '{"problem": "1+1=", "solution": 2}\n')
 
     def output(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as stop:
-            evaluate.main([str(run), "--data", str(tmp_path / "more"), *arguments], serve=no_replicas)
-        assert stop.value.code == 2
+        assert code(evaluate, [str(run), "--data", str(tmp_path / "more"), *arguments], no_replicas) == 2
         return capsys.readouterr().err
 
     assert "remedy: write --split=NAME" in output()
@@ -305,10 +298,8 @@ def test_keys_of_training_are_keys(key: str) -> None:
 
 def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--prompt", "1+1="], ["--data", str(tmp_path / "test.jsonl"), "data.prompt_key=q"]):
-        with pytest.raises(SystemExit) as stop:
-            generate.main([str(run), *arguments, "--max-new-tokens", "100000"], serve=no_replicas)
-        output = capsys.readouterr().err
-        assert stop.value.code == 2 and "write --max-new-tokens" in output, output
+        assert code(generate, [str(run), *arguments, "--max-new-tokens", "100000"], no_replicas) == 2
+        assert "write --max-new-tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [evaluate, generate])
@@ -326,16 +317,13 @@ def test_a_folder_answers_with_as_many_tokens_as_fit(tmp_path: Path, capsys: pyt
     assert "300 tokens, of 512 that fit: responses of up to 212" in capsys.readouterr().err
     assert code(command, [*given, "--limit", "1"], serve) == 1 and longest[1] == 508
     assert code(command, [*given, "rollout.max_new_tokens=200"], serve) == 1 and longest[2] == 200
-    with pytest.raises(SystemExit) as stop:
-        command.main([*given, "--max-new-tokens", "511"], serve=no_replicas)
-    assert stop.value.code == 2
+    assert code(command, [*given, "--max-new-tokens", "511"], no_replicas) == 2
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [("", "2: is empty"), (" ", "2: is empty"), ("1\udcff", "2: is not UTF-8")])
 def test_a_prompt_that_is_no_text_is_refused(run: Path, capsys: pytest.CaptureFixture[str], prompt: str, expected: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        generate.main([str(run), "--prompt", "1+1=", "--prompt", prompt], serve=no_replicas)
-    assert stop.value.code == 2 and f"--prompt {expected}" in capsys.readouterr().err
+    assert code(generate, [str(run), "--prompt", "1+1=", "--prompt", prompt], no_replicas) == 2
+    assert f"--prompt {expected}" in capsys.readouterr().err
 
 
 def test_episodes_of_a_folder_have_room_for_their_turns(tmp_path: Path) -> None:
@@ -357,9 +345,8 @@ def test_episodes_of_a_folder_have_room_for_their_turns(tmp_path: Path) -> None:
 
 def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "turns.jsonl", '{"q": [{"role": "user", "content": "1+1="}]}\n')
-    with pytest.raises(SystemExit) as stop:
-        generate.main([str(run), "--data", str(file), "data.prompt_key=q"], serve=no_replicas)
-    assert stop.value.code == 2 and "line 1 holds a list of messages" in capsys.readouterr().err
+    assert code(generate, [str(run), "--data", str(file), "data.prompt_key=q"], no_replicas) == 2
+    assert "line 1 holds a list of messages" in capsys.readouterr().err
 
 
 def test_the_first_prompts_of_a_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
