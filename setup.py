@@ -1,7 +1,7 @@
 """Packaging: the command, the vLLM plug-in, and as ranges what locks/ pins.
 
-`pip install .` is enough to check and submit configs, `.[cpu]` and `.[gpu]` train; with `--constraint locks/cpu.txt` in the
-versions that were tried. launch/setup.sh installs the locks themselves.
+`pip install .` is enough to examine, import and export, `.[cpu]` and `.[gpu]` check and train; with `--constraint locks/cpu.txt`
+in the versions that were tried. launch/setup.sh installs the locks themselves.
 """
 
 from setuptools import find_packages, setup

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bridge.layout.splitmix import splitmix64
+from megasync.config.data_section import ANSWER_KEY
 from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.data.conversations import (
     ARGUMENTS,
@@ -151,7 +152,9 @@ def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bo
     completion: tuple[Message, ...] = ()
     if messages and messages[-1]["role"] == "assistant":
         messages, completion = answered(where, messages)
-    answer = _value(place, row, keys.answer, f"{keys.section}.answer_key") if keys.answer and not completion else ""
+    is_missing = keys.answer == ANSWER_KEY and is_supervised and messages and _field(row, keys.answer) is None
+    has_answer = keys.answer and not completion and not is_missing
+    answer = _value(place, row, keys.answer, f"{keys.section}.answer_key") if has_answer else ""
     if is_supervised and isinstance(answer, list):
         completion = as_messages(f"{place}: {keys.answer!r}", answer, may_answer=True, is_completion=True)
         messages = messages or ({"role": "user", "content": _text(place, keys.prompt, prompt)},)

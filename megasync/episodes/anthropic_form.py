@@ -12,12 +12,12 @@ from typing import Any
 
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import Message, MessageError, text_of
-from megasync.episodes.upstream_requests import DRAWN, Asked, Fields, mapping, number, objects, only, texts
+from megasync.episodes.upstream_requests import DRAWN, ERROR_KINDS, Asked, KnownFields, mapping, number, objects, only, texts
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-FIELDS = Fields(
+FIELDS = KnownFields(
     taken=frozenset(
         {"messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking", "model"}
         | {"chat_template_kwargs"}
@@ -31,61 +31,60 @@ FIELDS = Fields(
 )
 
 
-class AnthropicForm:
-    """Stateless."""
+def read(body: Mapping[str, Any]) -> Asked:
+    of_run = FIELDS.check(body)
+    messages: list[Message] = []
+    if system := text_of(body.get("system")):
+        messages.append({"role": "system", "content": system})
+    for message in objects(body, "messages"):
+        for made in _messages(message):
+            if made["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
+                messages[-1] = _joined(messages[-1], made)  # Anthropic documents two in a row as one
+            else:
+                messages.append(made)
+    tools, is_forced = _tools(body)
+    thinking = mapping(body, "thinking")
+    if thinking.get("type", "disabled") not in ("enabled", "adaptive", "disabled"):
+        raise MessageError(f"thinking: type = {thinking['type']!r:.100}: write enabled, adaptive or disabled")
+    more = {"tool_choice": is_forced, "thinking.budget_tokens": bool(thinking.get("budget_tokens"))}
+    return Asked(
+        messages=messages,
+        tools=tools,
+        max_tokens=number(body, "max_tokens"),
+        stop=texts(body, "stop_sequences"),
+        stream=bool(body.get("stream")),
+        model=str(body.get("model") or "policy"),
+        with_reasoning=thinking.get("type") in ("enabled", "adaptive"),
+        continues=bool(messages) and messages[-1]["role"] == "assistant",
+        template=mapping(body, "chat_template_kwargs"),
+        without_effect=(*of_run, *(name for name, is_said in more.items() if is_said)),
+        body=body,
+    )
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        of_run = FIELDS.check(body)
-        messages: list[Message] = []
-        if system := text_of(body.get("system")):
-            messages.append({"role": "system", "content": system})
-        for message in objects(body, "messages"):
-            for made in _messages(message):
-                if made["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
-                    messages[-1] = _joined(messages[-1], made)  # Anthropic documents two in a row as one
-                else:
-                    messages.append(made)
-        tools, is_forced = _tools(body)
-        thinking = mapping(body, "thinking")
-        if thinking.get("type", "disabled") not in ("enabled", "adaptive", "disabled"):
-            raise MessageError(f"thinking: type = {thinking['type']!r:.100}: write enabled, adaptive or disabled")
-        more = {"tool_choice": is_forced, "thinking.budget_tokens": bool(thinking.get("budget_tokens"))}
-        return Asked(
-            messages=messages,
-            tools=tools,
-            max_tokens=number(body, "max_tokens"),
-            stop=texts(body, "stop_sequences"),
-            stream=bool(body.get("stream")),
-            model=str(body.get("model") or "policy"),
-            with_reasoning=thinking.get("type") in ("enabled", "adaptive"),
-            continues=bool(messages) and messages[-1]["role"] == "assistant",
-            template=mapping(body, "chat_template_kwargs"),
-            without_effect=(*of_run, *(name for name, is_said in more.items() if is_said)),
-            body=body,
-        )
 
-    def whole(self, asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
-        return {**_envelope(asked, replies[0], _blocks(asked, replies[0])), **_end(replies[0])}
+def whole(asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
+    return {**_envelope(asked, replies[0], _blocks(asked, replies[0])), **_end(replies[0])}
 
-    def events(self, asked: Asked, replies: Sequence[Reply]) -> list[str]:
-        reply = replies[0]
-        made: list[dict[str, Any]] = [{"type": "message_start", "message": _envelope(asked, reply, [])}]
-        for index, block in enumerate(_blocks(asked, reply)):
-            empty, delta = _streamed(block)
-            made += [
-                {"type": "content_block_start", "index": index, "content_block": empty},
-                {"type": "content_block_delta", "index": index, "delta": delta},
-                {"type": "content_block_stop", "index": index},
-            ]
+
+def events(asked: Asked, replies: Sequence[Reply]) -> list[str]:
+    reply = replies[0]
+    made: list[dict[str, Any]] = [{"type": "message_start", "message": _envelope(asked, reply, [])}]
+    for index, block in enumerate(_blocks(asked, reply)):
+        empty, delta = _streamed(block)
         made += [
-            {"type": "message_delta", "delta": _end(reply), "usage": {"output_tokens": reply.num_sampled_tokens}},
-            {"type": "message_stop"},
+            {"type": "content_block_start", "index": index, "content_block": empty},
+            {"type": "content_block_delta", "index": index, "delta": delta},
+            {"type": "content_block_stop", "index": index},
         ]
-        return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in made]
+    made += [
+        {"type": "message_delta", "delta": _end(reply), "usage": {"output_tokens": reply.num_sampled_tokens}},
+        {"type": "message_stop"},
+    ]
+    return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in made]
 
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}.get(status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+
+def error(status: int, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": ERROR_KINDS.get(status, "api_error"), "message": message}}
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], bool]:

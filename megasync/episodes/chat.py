@@ -233,7 +233,7 @@ class Model:
         return turn
 
     def _known(self, history: Sequence[Message], keys: Sequence[bytes]) -> tuple[dict[int, Answer], int | None]:
-        """Which messages were sampled here, and the last that was sampled after exactly the messages before it."""
+        """Messages that were sampled here, by index, and the last that was sampled after exactly the messages before it."""
         answers, former = {}, None
         for index, message in enumerate(history):
             if message["role"] != "assistant":

@@ -66,7 +66,7 @@ class _Recorded:
         self.former: list[tuple[str, Any, Any]] = []  # questions with their answers, in which the environment had no part
 
     async def begin(self, talk: _Talk) -> None:
-        """With the first observation beside the prompt."""
+        """Begin the talk with the first observation beside the prompt."""
         if callable(getattr(self.environment, "init", None)):  # skyrl-gym's: it may change the messages
             talk.messages = list(await self._ask("init", talk.messages))
         else:
@@ -166,4 +166,3 @@ def _number(reward: Any) -> float:
         return float(reward)
     except (TypeError, ValueError) as error:
         raise TypeError(f"step gave the reward {reward!r:.80}, a number is expected") from error
-

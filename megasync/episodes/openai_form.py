@@ -13,9 +13,21 @@ from typing import Any
 
 from megasync.episodes.chat import Reply
 from megasync.episodes.messages import MessageError
-from megasync.episodes.upstream_requests import DRAWN, MAX_SAMPLES, Asked, Fields, flag, mapping, number, objects, only, texts
+from megasync.episodes.upstream_requests import (
+    DRAWN,
+    ERROR_KINDS,
+    MAX_SAMPLES,
+    Asked,
+    KnownFields,
+    flag,
+    mapping,
+    number,
+    objects,
+    only,
+    texts,
+)
 
-FIELDS = Fields(
+FIELDS = KnownFields(
     taken=frozenset(
         {"model", "messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stop", "n", "stream"}
         | {"stream_options", "response_format", "reasoning_effort"}
@@ -37,53 +49,52 @@ FIELDS = Fields(
 BEGINS = ("prefix", "partial")  # by which protocols like this one say, in a last message, that the model is to continue it
 
 
-class OpenAIForm:
-    """Stateless."""
+def read(body: Mapping[str, Any]) -> Asked:
+    of_run = FIELDS.check(body)
+    if mapping(body, "response_format").get("type", "text") != "text":
+        raise MessageError("response_format: the policy writes text; leave it out, and read the text")
+    tools, is_forced = _tools(body)
+    limit = number(body, "max_completion_tokens") or number(body, "max_tokens")
+    effort = {"reasoning_effort": body["reasoning_effort"]} if body.get("reasoning_effort") else {}
+    return Asked(
+        messages=objects(body, "messages"),
+        tools=tools,
+        max_tokens=limit,
+        stop=texts(body, "stop"),
+        num_samples=number(body, "n", most=MAX_SAMPLES) or 1,
+        stream=bool(body.get("stream")),
+        model=str(body.get("model") or "policy"),
+        with_usage=bool(mapping(body, "stream_options").get("include_usage")),
+        continues=_continues(body),
+        template={**effort, **mapping(body, "chat_template_kwargs")},
+        without_effect=(*of_run, "tool_choice") if is_forced else of_run,
+        body=body,
+    )
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        of_run = FIELDS.check(body)
-        if mapping(body, "response_format").get("type", "text") != "text":
-            raise MessageError("response_format: the policy writes text; leave it out, and read the text")
-        tools, is_forced = _tools(body)
-        limit = number(body, "max_completion_tokens") or number(body, "max_tokens")
-        effort = {"reasoning_effort": body["reasoning_effort"]} if body.get("reasoning_effort") else {}
-        return Asked(
-            messages=objects(body, "messages"),
-            tools=tools,
-            max_tokens=limit,
-            stop=texts(body, "stop"),
-            num_samples=number(body, "n", most=MAX_SAMPLES) or 1,
-            stream=bool(body.get("stream")),
-            model=str(body.get("model") or "policy"),
-            with_usage=bool(mapping(body, "stream_options").get("include_usage")),
-            continues=_continues(body),
-            template={**effort, **mapping(body, "chat_template_kwargs")},
-            without_effect=(*of_run, "tool_choice") if is_forced else of_run,
-            body=body,
-        )
 
-    def whole(self, asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
-        choices = [
-            {"index": index, "message": _message(reply), "logprobs": None, "finish_reason": reply.finish_reason}
-            for index, reply in enumerate(replies)
-        ]
-        return {**_head(asked, "chat.completion"), "choices": choices, "usage": _usage(replies)}
+def whole(asked: Asked, replies: Sequence[Reply]) -> dict[str, Any]:
+    choices = [
+        {"index": index, "message": _message(reply), "logprobs": None, "finish_reason": reply.finish_reason}
+        for index, reply in enumerate(replies)
+    ]
+    return {**_head(asked, "chat.completion"), "choices": choices, "usage": _usage(replies)}
 
-    def events(self, asked: Asked, replies: Sequence[Reply]) -> list[str]:
-        head = _head(asked, "chat.completion.chunk")
-        choices = [choice for index, reply in enumerate(replies) for choice in _streamed(index, reply)]
-        chunks = [{**head, "choices": [choice]} for choice in choices]
-        if asked.with_usage:
-            chunks.append({**head, "choices": [], "usage": _usage(replies)})
-        return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
 
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        kind = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}.get(status, "server_error")
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+def events(asked: Asked, replies: Sequence[Reply]) -> list[str]:
+    head = _head(asked, "chat.completion.chunk")
+    choices = [choice for index, reply in enumerate(replies) for choice in _streamed(index, reply)]
+    chunks = [{**head, "choices": [choice]} for choice in choices]
+    if asked.with_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(replies)})
+    return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
+
+
+def error(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": ERROR_KINDS.get(status, "server_error"), "param": None, "code": None}}
 
 
 def _continues(body: Mapping[str, Any]) -> bool:
-    """As vLLM's server takes it."""
+    """Whether the model continues the last message, by the rules of vLLM's server."""
     continues, begins = flag(body, "continue_final_message"), flag(body, "add_generation_prompt")
     if continues and begins:
         raise MessageError("continue_final_message and add_generation_prompt: write one of them as true")

@@ -23,15 +23,11 @@ from megasync.episodes.task import EpisodeLimitError, Task
 from megasync.workers.job import Job, Outcome
 from megasync.workers.pool import WorkerPool
 from megasync.workers.protocol import Start
-from megasync.workers.settings import PoolSettings, WorkersError
+from megasync.workers.settings import PoolSettings
 
 LIMIT_KEY = "rollout.episode_timeout_seconds"
 
 AskFunction = Callable[[Ask], Awaitable[Turn]]
-
-
-class EpisodeError(RuntimeError):
-    """Episodes cannot be played: no worker can be started, or the pool is closed."""
 
 
 class EpisodeJob(Job):
@@ -113,14 +109,11 @@ class EpisodePool:
         """How the episode ended, and the turns that are trained, each with its prompt, in their order.
 
         Raises:
-            EpisodeError: no worker can be started, or `close` was called.
+            WorkersError: no worker can be started, or `close` was called.
         """
-        try:
-            result: asyncio.Future[tuple[EpisodeEnd, list[tuple[Any, Turn]]]]
-            result = self.workers.submit(EpisodeJob(task, ask, history or History()))
-            return await result
-        except WorkersError as error:
-            raise EpisodeError(str(error)) from error
+        result: asyncio.Future[tuple[EpisodeEnd, list[tuple[Any, Turn]]]]
+        result = self.workers.submit(EpisodeJob(task, ask, history or History()))
+        return await result
 
     def close(self) -> None:
         """End all workers. From any thread, more than once."""

@@ -107,7 +107,7 @@ class TurnRecorder(Recorder):
 
 
 class PlainRenderer:
-    """For a tokenizer without a chat template: tokens alone."""
+    """Renderer of a tokenizer without a chat template: tokens alone."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -119,7 +119,7 @@ class PlainRenderer:
 
 
 class EpisodeModel(Model):
-    """With the tokenizer at hand, and an address for programs that speak HTTP."""
+    """The model of an episode, with its tokenizer, and an address for programs that speak HTTP."""
 
     def __init__(self, player: Player, given: Play, caller: Caller, recorder: Recorder) -> None:
         asker = Asker(caller)
@@ -203,7 +203,7 @@ def _finite(number: Any, prefix: str) -> float:
 
 
 def _json(info: Mapping[str, Any]) -> dict[str, Any]:
-    """As strict JSON in UTF-8: NaN and infinities become None, half of a surrogate pair becomes a question mark."""
+    """`info` as strict JSON in UTF-8: NaN and infinities become None, half of a surrogate pair becomes a question mark."""
     text = json.dumps(dict(info), default=str, ensure_ascii=False).encode(errors="replace").decode()
     if len(text) > MAX_INFO_CHARACTERS:
         return {"too_long": text[:MAX_INFO_CHARACTERS]}

@@ -22,16 +22,14 @@ from typing import Any
 
 from aiohttp import web
 
-from megasync.episodes.anthropic_form import AnthropicForm
+from megasync.episodes import anthropic_form, openai_form
 from megasync.episodes.chat import Model, Reply
 from megasync.episodes.messages import MessageError
-from megasync.episodes.openai_form import OpenAIForm
 from megasync.episodes.upstream_requests import Asked, Form
 
 LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
-OPENAI, ANTHROPIC = OpenAIForm(), AnthropicForm()
-ROUTES: dict[str, Form] = {"/v1/chat/completions": OPENAI, "/v1/messages": ANTHROPIC}
+ROUTES: dict[str, Form] = {"/v1/chat/completions": openai_form, "/v1/messages": anthropic_form}
 RETRY_HEADER = "x-stainless-retry-count"  # of both official clients
 WITHOUT_EFFECT = "x-megasync-without-effect"  # names fields of the request that are the run's and not the program's
 NO_RETRY = {"x-should-retry": "false"}  # which they read
@@ -164,13 +162,13 @@ class Proxy:
     async def _count(self, request: web.Request) -> web.Response:
         episode = self._found(request)
         if episode is None:
-            return _error(ANTHROPIC, 401, "no episode has this key, or it has ended")
+            return _error(anthropic_form, 401, "no episode has this key, or it has ended")
         try:
-            asked = ANTHROPIC.read(await _body(request))
+            asked = anthropic_form.read(await _body(request))
             options: dict[str, Any] = {"continue_final_message": asked.continues, "chat_template_kwargs": asked.template}
             return web.json_response({"input_tokens": episode.model.num_prompt_tokens(asked.messages, asked.tools, **options)})
         except MessageError as error:
-            return _error(ANTHROPIC, 400, str(error))
+            return _error(anthropic_form, 400, str(error))
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {
@@ -185,7 +183,7 @@ class Proxy:
 
     async def _unknown(self, request: web.Request) -> web.Response:
         paths = ", ".join(ROUTES)
-        return _error(OPENAI, 404, f"{request.method} {request.path}: is not served; POST {paths}")
+        return _error(openai_form, 404, f"{request.method} {request.path}: is not served; POST {paths}")
 
 
 # ---------------------------------------------------------------------------------------------------- inside

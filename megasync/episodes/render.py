@@ -181,7 +181,7 @@ def renderer_of(tokens: Tokens, model_type: str, arguments: Mapping[str, Any] | 
 
 
 def _writes_the_same(family: FamilyRenderer, template: TemplateRenderer) -> bool:
-    """For the conversations that the template accepts."""
+    """Whether both write the same tokens in conversations that the template accepts."""
     for messages, tools in CONVERSATIONS:
         try:
             wanted = template.prompt(messages, tools, {}).ids

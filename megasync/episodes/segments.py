@@ -83,7 +83,7 @@ class Recorder:
         self._num_of_length[branch.num_tokens] = self._num_of_length.get(branch.num_tokens, 0) + 1
 
     def branches(self) -> list[Branch]:
-        """In the order in which they began; each sampled token is in exactly one of them as a sampled one."""
+        """Branches in the order in which they began; each sampled token is a sampled one in exactly one of them."""
         return [branch.finished() for branch in self._branches]
 
     def _begin(self) -> _Growing:

@@ -10,6 +10,7 @@ from megasync.episodes.chat import Reply
 from megasync.episodes.messages import MessageError, digest
 
 MAX_SAMPLES = 128
+ERROR_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}  # by status, in both protocols
 DRAWN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})  # how tokens are drawn
 
 
@@ -48,7 +49,7 @@ class Asked:
 
 
 class Form(Protocol):
-    """A protocol: how its requests are read, and how replies and errors are written."""
+    """A module of one protocol: how its requests are read, and how replies and errors are written."""
 
     def read(self, body: Mapping[str, Any]) -> Asked: ...
 
@@ -90,8 +91,8 @@ def objects(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return value
 
 
-class Fields(NamedTuple):
-    """Which fields of a request a protocol knows. None and empty values are ignored; any other field is refused."""
+class KnownFields(NamedTuple):
+    """Fields of a request that a protocol knows. None and empty values are ignored; any other field is refused."""
 
     taken: frozenset[str]
     harmless: frozenset[str]  # they do not change the answer
@@ -133,7 +134,7 @@ def only(tools: Sequence[Mapping[str, Any]], name: Any) -> list[Mapping[str, Any
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool | None:
-    """None where it is not given."""
+    """The value of a boolean field; None where it is not given."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise MessageError(f"{name} = {value!r:.100}: write true or false")

@@ -1,4 +1,4 @@
-"""The sizes of a model by its config.json; of well-known ones, for random models of those sizes (assets.py, bench/). No torch."""
+"""The sizes of a model by its config.json; of well-known ones, for random models of them (tools/assets, bench/). No torch."""
 
 from __future__ import annotations
 

@@ -123,8 +123,9 @@ def has_room(config: Config, free_bytes: int) -> bool:
     rollout, folder = config.rollout, Path(config.model.path)
     if not rollout.is_colocated or rollout.kv_cache_bytes is None:
         return False
-    num_parameters = most_parameters(folder)
-    weights = num_parameters * DTYPE_BYTES[config.model.dtype] // rollout.tensor_parallel
+    num_parameters, draft = most_parameters(folder), rollout.speculation.draft_path
+    served = num_parameters + (most_parameters(Path(draft)) if draft else 0)
+    weights = served * DTYPE_BYTES[config.model.dtype] // rollout.tensor_parallel
     replica = max(weights + rollout.kv_cache_bytes + WORKER_BYTES, int(rollout.gpu_memory_utilization * free_bytes))
     return replica + num_parameters * STATE_BYTES + TRAINER_BYTES < FREE_SHARE * free_bytes
 
@@ -174,11 +175,12 @@ def _beside_config(config: Config, key: str, path: str, own: ReplicaKeys) -> Rep
 
 def replica_config(config: Config) -> ReplicaConfig:
     """For each replica: keys of `rollout` by their own names, and what other sections decide."""
-    rollout, lora = config.rollout, config.engine.lora
-    names = {field.name for field in fields(ReplicaConfig)} & RolloutConfig.model_fields.keys() - {"dtype"}
+    rollout, lora, draft = config.rollout, config.engine.lora, config.rollout.speculation.draft_path
+    names = {field.name for field in fields(ReplicaConfig)} & RolloutConfig.model_fields.keys() - {"dtype", "speculation"}
     return ReplicaConfig(
         **{name: getattr(rollout, name) for name in names},
         model_path=str(Path(config.model.path).resolve()),
+        speculation=rollout.speculation.model_copy(update={"path": draft and str(Path(draft).resolve())}),
         gpus_beside=num_teacher_gpus(config),
         dtype=config.model.dtype,
         head_dtype="" if config.engine.head_dtype == "model" else config.engine.head_dtype,

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from bridge.export.exporter import Exporter
 from bridge.processes import host_identity
 from bridge.replicas.actors import TooFewReplicasError
@@ -42,6 +44,9 @@ class RolloutSession(Session):
         super().__init__(config, data, heartbeat, ends)
         self.scatter = TokenScatter.from_layout(self.layout)
         offload = make_room_for_replicas(config, self.engine, self.log.timeline)
+        if torch.cuda.is_available() and not config.rollout.is_colocated:  # the replicas start on devices of their own meanwhile
+            self.heartbeat.phase = "warm-up"
+            self.engine.warm_up()
         self.heartbeat.phase, begin_seconds = "start of the replicas", self.timer.elapsed
         self.pool = RankZero(lambda: of_rank_zero(replica_start).finish())
         self.log.note(f"vLLM is ready after {self.timer.elapsed - begin_seconds:.0f} s more")

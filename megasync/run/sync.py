@@ -15,6 +15,7 @@ from bridge.send.publish import Publisher
 from engine.engine import Engine
 from megasync.config.schema import Config
 from megasync.report.log import RunLog
+from megasync.rollouts.metrics import speculation_metrics
 from megasync.run.canary import Canary
 from megasync.run.placement import DeviceSharing
 from megasync.run.rank_zero import RankZero
@@ -114,6 +115,8 @@ class WeightSync:
         }
         if self.pool.here is not None:
             metrics["sync/replicas"] = float(len(self.pool.here.members))
+            if self.config.rollout.speculation.is_set:
+                metrics |= speculation_metrics(self.pool.here.take_speculation())
         if report.sent_bytes is not None:
             metrics["sync/sent_bytes"] = float(report.sent_bytes)
         lora = self.config.engine.lora

@@ -24,7 +24,7 @@ class BadValueError(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """With the user's part of the traceback."""
+    """The failure that an error is, with the user's part of its traceback."""
     if isinstance(error, BadValueError):
         return Failure(str(error))
     frames = error.__traceback__

@@ -100,6 +100,6 @@ def _kill_with(state: WorkerState, job: Job) -> None:
 
 
 def _blocked(state: WorkerState, since: float = 0.0) -> tuple[float, int]:
-    """For how long the worker has shown no step, and the number of the job whose step runs; 0: no job's."""
+    """Seconds for which the worker has shown no step, and the number of the job whose step runs; 0: no job's."""
     begin, number = state.worker.running_job()
     return time.monotonic() - max(begin, since), number

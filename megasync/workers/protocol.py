@@ -130,5 +130,5 @@ async def receive(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
 
 
 def _end(unread: bytearray) -> int:
-    """Of the first list, or of its length where that is not there yet."""
+    """End of the first list in bytes, or of its length where that is not complete yet."""
     return LENGTH.size + (LENGTH.unpack_from(unread)[0] if len(unread) >= LENGTH.size else 0)

@@ -92,7 +92,7 @@ class Host:
 
 
 class RemoteWorker:
-    """As Worker, on another node."""
+    """A Worker on another node."""
 
     def __init__(self, owner: Owner, node: str, limit_seconds: float) -> None:
         """An actor that does not answer for `limit_seconds` is lost."""

@@ -1,4 +1,4 @@
-"""The parent of a worker: no program that a job has started outlives the worker, whatever session it has moved to.
+"""The parent of a worker: no program that a job has started outlives the worker, in whichever session it is.
 
 The trainer starts this process, which forks the worker (program.py) before it loads anything. Descendants in their own sessions,
 and those whose parents are gone, become its children (PR_SET_CHILD_SUBREAPER in man 2 prctl). Once the worker or the trainer has

@@ -155,7 +155,7 @@ def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("address", ["http://cluster:8265", ""])
-def test_packages_that_the_nodes_need_are_told_and_not_asked_for_here(
+def test_missing_packages_are_noted_for_a_cluster_and_refused_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
 ) -> None:
     """But for a local cluster they are; and a module that would have to travel is asked for in any case."""

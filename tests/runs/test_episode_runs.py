@@ -38,6 +38,7 @@ TEMPLATE = (
 
 def config_of(folder: Path) -> Path:
     rollout = {"max_staleness": 1, "on_update": "continue", "max_new_tokens": 6, "evaluate_every_steps": 3}
+    rollout |= {"speculation": {"method": "ngram", "num_tokens": 2, "prompt_lookup_min": 1}}
     episode = {"episode": "tests.support.episodes:unsteady", "episode_max_turns": 2, "episode_on_failure": "drop"}
     config = write_config(folder, run={"log_samples": 8}, rollout={**rollout, **episode}, data={"shuffle": False})
     tokenizer = build_tokenizer()
@@ -67,6 +68,14 @@ def test_what_was_sampled_is_what_is_trained(run: tuple[Path, str]) -> None:
         assert 0 < line["episode/given_tokens"] < 3 and 0.8 < line["episode/branches"] < 2
         assert line["episode/tool_seconds"] > 0 and 0 < line["episode/tool_share"] < 1 and line["episode/first"] >= 1
     assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_drafts_are_verified_and_counted(run: tuple[Path, str]) -> None:
+    """A pass over drafts adds one to three tokens to a sample."""
+    lines = metrics(run[0])
+    assert all(line["rollout/drafted_tokens"] >= line["rollout/accepted_tokens"] >= 0 for line in lines)
+    assert sum(line["rollout/accepted_tokens"] for line in lines) > 0
+    assert all(1 <= line["rollout/accepted_length"] <= 3 for line in lines)
 
 
 def test_episodes_that_fail_are_counted_and_have_no_part_in_their_groups(run: tuple[Path, str]) -> None:

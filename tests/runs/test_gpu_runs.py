@@ -77,6 +77,28 @@ def test_weights_reach_a_replica_on_the_same_gpu_which_sleeps_while_the_trainer_
     assert {"readback", "sleep", "offload"} <= spans
 
 
+@pytest.mark.gpu
+def test_a_draft_model_keeps_its_weights_while_replicas_sleep(tmp_path: Path) -> None:
+    """It is what the model is, which hardly changes: as many drafts are accepted after each sleep as at first."""
+    config = write_config(
+        tmp_path,
+        run={"steps": STEPS},
+        model={"dtype": "bfloat16"},
+        engine={"wrap": "ddp", "fusions": "none", "optimizer": {"learning_rate": 1e-8}},
+        rollout=ROLLOUT | {"placement": "colocated", "temperature": 0.1, "max_new_tokens": 16},
+        sync={"verify": "readback", "bucket_bytes": "1MiB"},
+        checkpoint={"every_steps": 0},
+    )
+    draft = f"{{method: draft_model, num_tokens: 3, path: {tmp_path}/assets/model}}"
+    done = launch(config, f"rollout.speculation={draft}", ranks=1, timeout_seconds=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = metrics(tmp_path / "runs" / "run")
+    for line in lines:  # at this temperature rewards are equal, and leave nothing to learn from; gaps are those of logits over it
+        assert line["sync/verified"] == 1 and line["logprob_gap/mean"] < 5 * LARGEST_MEAN_GAP, line
+    lengths = [line["rollout/accepted_length"] for line in lines]
+    assert min(lengths) > 2.5 and min(lengths) > 0.8 * max(lengths), lengths
+
+
 @pytest.mark.gpu(2)
 def test_each_of_two_ranks_shares_its_gpu_with_a_replica(tmp_path: Path) -> None:
     lines, _ = train(tmp_path, 2, "megatron_fsdp", placement="colocated", replicas=2)

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from megasync.launch.ray_cluster import WORKER_ENVIRONMENT, NO_DRAINING
-from megasync.launch.preflight import flat
+from megasync.launch.preflight import NUM_PIECES, flat
 from tests.runs.train_cases import exact, launch, metrics, train, write_config, write_supervised_config
 from tests.support.nodes import Node, nodes, why_not
 
@@ -225,6 +225,22 @@ def test_what_differs_is_refused_by_name(pair: Sequence[Node], supervised: Path,
         pair[1].start(["umount", model], os.environ).wait()
     reported = [f"{name}: other code than the other nodes", f"{name}: another config\n  here:   run.seed 1 (elsewhere 0)"]
     assert_is_refused(supervised, found, *reported, f"{name}: other files\n  here:   model.path 0 files, 0 bytes")
+
+
+def test_ranks_with_other_weights_end_both_nodes(pair: Sequence[Node], supervised: Path, tmp_path: Path) -> None:
+    """One bit, in a place that the comparison of files leaves out."""
+    model, other = supervised.parent / "assets" / "model", tmp_path / "model"
+    shutil.copytree(model, other)
+    with (other / "model.safetensors").open("r+b") as file:
+        place = int(40.5 / NUM_PIECES * os.fstat(file.fileno()).st_size)
+        (value,) = os.pread(file.fileno(), 1, place)
+        os.pwrite(file.fileno(), bytes([value ^ 1]), place)
+    pair[1].start(["mount", "--bind", str(other), str(model)], os.environ).wait()
+    try:
+        found = together(pair, supervised, "run.name=refused")
+    finally:
+        pair[1].start(["umount", str(model)], os.environ).wait()
+    assert_is_refused(supervised, found, f"differs between rank 1 on node {pair[1].name} and rank 0 on node {pair[0].name}")
 
 
 def test_another_clock_is_refused_by_name(pair: Sequence[Node], supervised: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ MOST_REFERENCES = 32  # one in another; a schema may refer to itself
 
 
 class UnreadableError(ValueError):
-    """What a model wrote is no call that can be read in one way; the text says why."""
+    """The text of a model is not a call that can be read in exactly one way; the message says why."""
 
 
 def read_json(text: str, place: int = 0) -> tuple[Any, int]:
@@ -134,7 +134,7 @@ def _kinds(schema: Any, root: Any, depth: int = 0) -> Kinds:
 
 
 def _referred(schema: Any, root: Any) -> Any:
-    """What a `$ref` inside of the schema's root stands for; the schema itself where it has none."""
+    """The schema that a `$ref` to a place in its root names; the schema itself where it has none."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str):
         return schema

@@ -38,7 +38,7 @@ class Cursor:
 
     @property
     def shown(self) -> str:
-        """What comes next, for a message."""
+        """The text that comes next, for an error message."""
         return self.text[self.place : self.place + SHOWN_CHARACTERS]
 
     def take(self, *texts: str) -> str:
@@ -78,14 +78,14 @@ class Cursor:
         return value
 
     def name(self, text: str) -> str:
-        """That of a tool that is offered, or such as a tool may have."""
+        """`text`, stripped. UnreadableError: it is neither the name of an offered tool nor of a name's form."""
         text = text.strip()
         if text not in self.functions and not NAME.fullmatch(text):
             raise UnreadableError(f"{text!r:.80} is no tool's name")
         return text
 
     def call(self, value: Any) -> Call:
-        """Of a JSON object with name and arguments."""
+        """The call that a JSON object with name and arguments describes."""
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise UnreadableError("a call has no name: write an object with name and arguments")
         if others := sorted(value.keys() - KEYS):

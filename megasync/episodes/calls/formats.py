@@ -54,7 +54,7 @@ class Block(NamedTuple):
 
 
 def names_of(tools: Sequence[Tool]) -> str:
-    """A regular expression of those that are offered."""
+    """A regular expression of the offered tools' names."""
     return "|".join(re.escape(tool["function"]["name"]) for tool in tools)
 
 

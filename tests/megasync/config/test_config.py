@@ -151,12 +151,13 @@ def test_nothing_changes_after_loading(empty: Path) -> None:
 
 def test_replicas_are_started_with_what_the_config_says() -> None:
     """All that the YAML's keys and a replica's fields know by one name."""
-    from bridge.config import ReplicaConfig
+    from bridge.config import ReplicaConfig, SpeculationConfig
     from megasync.run.replica_start import replica_config
 
     chosen = RolloutConfig(
         tensor_parallel=2, max_model_len=77, max_num_seqs=5, kv_cache_bytes=99, gpu_memory_utilization=0.3, enforce_eager=True,
         engine_arguments={"max_num_batched_tokens": 64}, on_update="restart", start_timeout_seconds=7, answer_timeout_seconds=8,
+        speculation=SpeculationConfig(method="ngram"),
     )  # fmt: skip
     started = replica_config(Config(rollout=chosen, run=RunConfig(seed=3)))
     names = set(RolloutConfig.model_fields) & {field.name for field in fields(ReplicaConfig)} - {"dtype"}

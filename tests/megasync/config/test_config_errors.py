@@ -169,13 +169,6 @@ def test_choices(empty: Path, key: str) -> None:
         load_config(empty, [f"{key}={choice}"], root_of(key))
 
 
-def test_fsdp2_is_pointed_to_megatron_fsdp(empty: Path) -> None:
-    message = refused(empty, "engine.wrap=fsdp2")
-    assert "choices:  megatron_fsdp, ddp" in message
-    assert "nearest:  megatron_fsdp" in message
-    assert "write engine.wrap=megatron_fsdp" in message
-
-
 @pytest.mark.parametrize(("name", "ours"), [("fp16", "float16"), ("bf16", "bfloat16"), ("FP32", "float32"), ("half", "float16")])
 def test_other_names_of_dtypes(empty: Path, name: str, ours: str) -> None:
     message = refused(empty, f"model.dtype={name}")
@@ -266,10 +259,6 @@ def test_numbers_of_other_bases_are_refused(tmp_path: Path, empty: Path, text: s
 def test_a_tab_is_named(tmp_path: Path, text: str) -> None:
     message = refused(write(tmp_path / "a.yaml", text))
     assert "a.yaml:2: begins with a tab" in message and "remedy:  indent with spaces" in message
-
-
-def test_duplicate_key_is_named(tmp_path: Path) -> None:
-    assert "duplicate key name" in refused(write(tmp_path / "a.yaml", "run:\n  name: a\n  name: b\n"))
 
 
 @pytest.mark.parametrize("content", [b"5", b"- 1\n- 2", b"\xff\xfe\x00", b"a: \x01", b"run: {name: '${'}"])

@@ -100,7 +100,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, word: str) -> No
     assert "remedy:" in message
 
 
-def test_a_missing_key_shows_those_that_are_there(tmp_path: Path) -> None:
+def test_a_missing_key_is_refused_with_the_choices(tmp_path: Path) -> None:
     message = refused(tmp_path, '{"questions": "a", "label": "b"}')
     assert "keys:    questions, label" in message
     assert "nearest: questions" in message

@@ -118,7 +118,7 @@ def test_what_datasets_keeps_in_its_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names", [["dev.jsonl", "test.jsonl"], ["my_test.jsonl", "validation.jsonl"], ["eval/0.jsonl", "test/0.jsonl"]]
 )
-def test_nobody_is_advised_to_train_on_held_out_data(tmp_path: Path, names: list[str]) -> None:
+def test_held_out_splits_are_never_suggested_for_training(tmp_path: Path, names: list[str]) -> None:
     assert refused(folder(tmp_path, *names)).endswith("write data.split=NAME")
     folder(tmp_path, "extra/0.jsonl" if "/" in names[0] else "all.jsonl")
     assert refused(tmp_path).endswith("write data.split=NAME" if "/" in names[0] else "write data.split=all")
@@ -130,6 +130,8 @@ ADVISED = {"validation": "valid", "testing": "valid", "training": "train", "": "
 @pytest.mark.parametrize(("split", "advised"), ADVISED.items())
 def test_the_advised_split_is_of_the_kind_that_was_asked_for(tmp_path: Path, split: str, advised: str) -> None:
     assert refused(folder(tmp_path, "train.jsonl", "valid.jsonl"), split).endswith(f"write data.split={advised}")
+    for key in ("data.eval.math.split", "--split"):  # evaluates
+        assert refused(tmp_path, "", key).endswith(f"write {key}=valid")
 
 
 def test_a_link_whose_target_is_gone_is_no_shard_less(tmp_path: Path) -> None:

@@ -219,3 +219,16 @@ def test_a_conversation_that_cannot_be_trained_is_named(
     with pytest.raises(ValueError, match=r"data\.jsonl:1: ") as caught:
         conversation(tmp_path, messages, **row)
     assert words in str(caught.value)
+
+
+def test_an_answer_key_that_no_conversation_has_is_not_missed(tmp_path: Path) -> None:
+    """Its default is for rows of question and answer."""
+    path = tmp_path / "data.jsonl"
+    for row in ({}, {"answer": None}):
+        path.write_text(json.dumps({"messages": PLAIN[:3], **row}))
+        with pytest.raises(ValueError, match="ends with the user's turn, and there is no answer to train on"):
+            load_examples(path, "messages", "answer", is_supervised=True)
+    with pytest.raises(ValueError, match="anser"):  # of a key that was written, the nearest column is named
+        load_examples(path, "messages", "anser", is_supervised=True)
+    path.write_text(json.dumps({"messages": PLAIN[:3], "answer": "42"}))
+    assert load_examples(path, "messages", "answer", is_supervised=True)[0].answer == "42"

@@ -121,16 +121,6 @@ def test_what_datasets_saves(tmp_path: Path) -> None:
     assert "data-00000-of-00001.arrow: cut off, or not an Arrow file" in refused(alone)
 
 
-def test_nobody_is_reported_to_train_on_the_test(tmp_path: Path) -> None:
-    """Splits of a folder come in the order of their names."""
-    for name in ("test", "train"):
-        write_jsonl(tmp_path / "a" / f"{name}.jsonl", ROWS)
-    assert "splits: test, train\n  remedy: write data.split=train" in refused(tmp_path / "a")
-    for key, remedy in {"data.eval.math.split": "data.eval.math.split=test", "--split": "--split=test"}.items():
-        with pytest.raises(ValueError, match=f"write {remedy}$"):
-            data_files(tmp_path / "a", "", key)
-
-
 def test_a_folder_that_cannot_be_read_is_reported_why(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a" / "train.jsonl", ROWS)
     write_jsonl(tmp_path / "a" / "test.jsonl", ROWS)
@@ -182,21 +172,6 @@ def test_a_value_that_python_does_not_have_is_reported_with_its_column(tmp_path:
         assert "the column 'more' holds a value that Python" in refused(tmp_path / "train.parquet")
 
 
-def test_shards_are_all_there_and_there_once(tmp_path: Path) -> None:
-    """A download that was broken off would train on a part of the data, and one beside another on all of it twice."""
-    write_parquet(tmp_path / "part/train-00001-of-00003.parquet", ROWS)
-    assert "train is not whole, or there twice" in refused(tmp_path / "part")
-    for name in ("train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"):
-        write_parquet(tmp_path / f"twice/{name}.parquet", ROWS)
-    assert "train-00000-of-00001.parquet, train-00000-of-00002.parquet" in refused(tmp_path / "twice")
-    for name in ("train", "train-00000-of-00001"):
-        write_jsonl(tmp_path / f"both/{name}.jsonl", ROWS)
-    refused(tmp_path / "both")
-    for name in ("train-1-of-2", "train-2-of-2"):
-        write_jsonl(tmp_path / f"own/{name}.jsonl", ROWS)
-    assert len(load(tmp_path / "own")) == 2 * len(ROWS)
-
-
 def test_a_machine_without_pyarrow_is_reported_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setattr("megasync.data.tables.find_spec", lambda _: None)
@@ -216,12 +191,6 @@ def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], words: str) -> 
     assert words in refused(write_parquet(tmp_path / "a.parquet", [*ROWS, row]))
 
 
-def test_a_missing_column_shows_those_that_are_there(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"questions": "a", "answer": "2"}])
-    message = refused(path)
-    assert "row 1: has no key 'question'" in message and "nearest: questions" in message
-
-
 def test_gsm8k_and_math_as_they_come(tmp_path: Path) -> None:
     """Their answer columns are what math_verify compares with."""
     steps = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
@@ -238,9 +207,3 @@ def test_gsm8k_and_math_as_they_come(tmp_path: Path) -> None:
     for example, right, wrong in cases:
         rewards = [reward.function(RewardInput(example.prompt, response, example.answer, 5, 8)) for response in (right, wrong)]
         assert rewards == [1.0, 0.0]
-
-
-def test_as_many_rows_as_gsm8k_has(tmp_path: Path) -> None:
-    rows = [{"question": "How many? " * 24, "answer": "So many. " * 30 + f"#### {n}"} for n in range(7473)]
-    for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", rows)):
-        assert len(load(path)) == 7473

@@ -19,9 +19,8 @@ from ray.cluster_utils import Cluster
 
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import Task
-from tests.megasync.episodes.test_episode_pool import Replica, Reported, failure, folder, pool_of
+from tests.megasync.episodes.test_episode_pool import Replica, Reported, failure, pool_of
 
-assert folder  # the fixture
 
 
 @pytest.fixture(scope="module")

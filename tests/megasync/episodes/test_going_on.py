@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 
-from megasync.tools.assets.command import build_tokenizer
 from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import MAX_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History
@@ -21,13 +21,6 @@ from megasync.episodes.exchange import Ask, EpisodeEnd
 from tests.support.episodes import Walk
 
 NUM_ENDED = 2  # of three turns, when the checkpoint is written
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    build_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +58,16 @@ def play(folder: str, name: str, history: History, num_ended: int = 9) -> tuple[
         pool.close()
 
 
-def half(folder: str, name: str) -> History:
+@cache
+def played_half(folder: str, name: str) -> History:
     history = History()
     assert play(folder, name, history, NUM_ENDED)[0] is None
     assert list(history.turns) == [0, 1]
+    return history
+
+
+def half(folder: str, name: str) -> History:
+    history = played_half(folder, name)
     return History(dict(history.turns), dict(history.answers), history.state)
 
 

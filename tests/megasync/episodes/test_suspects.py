@@ -19,9 +19,8 @@ from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
 from megasync.episodes.exchange import Ask, EpisodeEnd
 from megasync.workers.suspects import divide, sort_out
-from tests.megasync.episodes.test_episode_pool import Replica, folder, pool_of
+from tests.megasync.episodes.test_episode_pool import Replica, pool_of
 
-assert folder  # the fixture
 EPISODES = "tests.support.episodes"
 LIMIT_SECONDS = 400.0
 
@@ -123,7 +122,7 @@ def failures(seen: dict[str, EpisodeEnd]) -> dict[str, str]:
     ("with_a_tool", ["is killed"]),
     pytest.param("WithADeed", ["crashes", "is killed", "leaves"], marks=pytest.mark.long),
 ])  # fmt: skip
-def test_of_many_in_a_process_the_guilty_alone_fail(folder: str, name: str, kinds: list[str]) -> None:
+def test_only_the_guilty_of_many_in_a_process_fail(folder: str, name: str, kinds: list[str]) -> None:
     """A plain tool, and steps of an environment, both in threads; nothing is sampled twice."""
     pool = pool_of(folder, episode=f"{EPISODES}:{name}", episode_timeout_seconds=60.0)
     ends = watched(pool)
@@ -142,7 +141,7 @@ def test_they_are_found_at_every_step_and_soon_where_a_step_of_theirs_was_noted(
     assert len(ends) == 4
 
 
-def test_who_holds_the_interpreters_lock_in_a_thread_is_late_alone(folder: str) -> None:
+def test_only_the_episode_that_holds_the_interpreters_lock_is_late(folder: str) -> None:
     """Nothing else in its process runs meanwhile."""
     pool = pool_of(folder, episode=f"{EPISODES}:with_a_tool", episode_timeout_seconds=3.0)
     (seen,) = play(pool, among(6, "holds the lock"))
@@ -150,28 +149,28 @@ def test_who_holds_the_interpreters_lock_in_a_thread_is_late_alone(folder: str) 
     assert failures(seen)["holds the lock"].startswith("took longer than rollout.episode_timeout_seconds = 3")
 
 
-def test_the_time_of_a_step_that_holds_a_process_up_is_nobody_elses(folder: str) -> None:
+def test_the_time_of_a_blocking_step_does_not_count_for_others(folder: str) -> None:
     """Whose limit they would pass by it, though it ends before."""
     pool = pool_of(folder, episode_timeout_seconds=4.0)
     (seen,) = play(pool, ["naps 3", *(f"good {2 + number / 10}" for number in range(5))])
     assert failures(seen) == {}
 
 
-def test_who_has_ended_a_process_is_tried_again_alone(folder: str) -> None:
+def test_an_episode_that_ended_a_process_is_tried_again_alone(folder: str) -> None:
     pool = pool_of(folder, episode=f"{EPISODES}:with_a_tool")
     ends, history = watched(pool), {"is killed:0": History(is_deadly=True)}
     (seen,) = play(pool, among(8, "is killed"), history=history)
     assert (list(failures(seen)), len(ends)) == (["is killed"], 1)
 
 
-def test_what_only_many_together_do_fails_nobody(folder: str) -> None:
+def test_memory_that_many_use_up_together_fails_none(folder: str) -> None:
     """Memory of all of them is too much, that of some is not."""
     pool = pool_of(folder, episode=f"{EPISODES}:crowd", episode_timeout_seconds=60.0)
     (seen,) = play(pool, among(12))
     assert failures(seen) == {}
 
 
-def test_who_uses_up_the_memory_of_its_process_fails_alone(folder: str) -> None:
+def test_only_the_episode_that_uses_up_the_memory_fails(folder: str) -> None:
     """Those beside it want some, too, and would raise MemoryError in its place."""
     options = {"episode": f"{EPISODES}:with_a_tool", "episode_memory_bytes": 4 << 30, "episode_timeout_seconds": 60.0}
     (seen,) = play(pool_of(folder, **options), among(12, "wants too much", "takes all", *["wants some"] * 6))

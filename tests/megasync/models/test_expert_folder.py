@@ -10,12 +10,7 @@ from megasync.tools.assets.command import build_tokenizer
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
 from megasync.models.folder import check_model_folder
-from tests.support.config_files import model_refused, refusal, write_model, write_runnable
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
+from tests.support.config_files import model_refused, refusal, write_model
 
 
 QWEN3_5 = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64}
@@ -88,23 +83,6 @@ def test_routers_with_a_bias(tmp_path: Path) -> None:
     assert shape.split_sizes == ("moe_intermediate_size",)
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"norm_topk_prob": False}, "norm_topk_prob"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
-        ({"n_group": 4, "topk_group": 4}, "n_group"),
-        ({"n_shared_experts": 0}, "n_shared_experts"),
-        ({"first_k_dense_replace": 4}, "first_k_dense_replace"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope_type"),
-    ],
-)
-def test_unsupported_routers_with_a_bias(tmp_path: Path, changes: dict[str, object], key: str) -> None:
-    assert model_refused(write_model(tmp_path, **{**GLM, **changes})).key == key
-
-
 DEEPSEEK = {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 DEEPSEEK |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 DEEPSEEK |= {"kv_lora_rank": 512, "qk_nope_head_dim": 24, "qk_rope_head_dim": 64, "v_head_dim": 32, "num_key_value_heads": 4}
@@ -122,30 +100,6 @@ def test_multi_latent_attention(tmp_path: Path) -> None:
     check_model_folder(write_model(tmp_path, **DEEPSEEK | {"rope_parameters": without_numbers}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"kv_lora_rank": None}, "kv_lora_rank"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads"),
-        ({"rope_interleave": False}, "rope_interleave"),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim"),
-        ({"v_head_dim": 89}, "v_head_dim"),
-        ({"topk_method": None}, "topk_method"),
-        ({"scoring_func": "softmax"}, "scoring_func"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq"),
-        ({"index_topk": 2048}, "index_topk"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_type"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "mscale"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
-        ({"norm_topk_prob": False}, "norm_topk_prob"),
-    ],
-)
-def test_unsupported_multi_latent_attention(tmp_path: Path, changes: dict[str, object], key: str) -> None:
-    assert model_refused(write_model(tmp_path, **{**DEEPSEEK, **changes})).key == key
-
-
 LITE = {name: value for name, value in DEEPSEEK.items() if name not in ("topk_method", "scoring_func")}
 LITE |= {"model_type": "glm4_moe_lite", "head_dim": 64}
 KIMI = DEEPSEEK | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
@@ -160,20 +114,43 @@ def test_latent_attention_of_other_families(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("model", "changes", "key"),
     [
-        ({"first_k_dense_replace": None}, "first_k_dense_replace"),
-        ({"first_k_dense_replace": 2}, "first_k_dense_replace"),
-        ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "first_k_dense_replace"),
-        ({"rope_interleave": False}, "rope_interleave"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"head_dim": 192}, "head_dim"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        (GLM, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        (GLM, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+        (GLM, {"n_group": 4, "topk_group": 4}, "n_group"),
+        (GLM, {"n_shared_experts": 0}, "n_shared_experts"),
+        (GLM, {"first_k_dense_replace": 4}, "first_k_dense_replace"),
+        (GLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (GLM, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}, "rope_type"),
+        (DEEPSEEK, {"kv_lora_rank": None}, "kv_lora_rank"),
+        (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK, {"qk_rope_head_dim": 63}, "qk_rope_head_dim"),
+        (DEEPSEEK, {"v_head_dim": 89}, "v_head_dim"),
+        (DEEPSEEK, {"topk_method": None}, "topk_method"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK, {"index_topk": 2048}, "index_topk"),
+        (DEEPSEEK, {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (DEEPSEEK, {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_type"),
+        (DEEPSEEK, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "mscale"),
+        (DEEPSEEK, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
+        (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (LITE, {"first_k_dense_replace": None}, "first_k_dense_replace"),
+        (LITE, {"first_k_dense_replace": 2}, "first_k_dense_replace"),
+        (LITE, {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "first_k_dense_replace"),
+        (LITE, {"rope_interleave": False}, "rope_interleave"),
+        (LITE, {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (LITE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LITE, {"head_dim": 192}, "head_dim"),
+        (LITE, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_unsupported_latent_attention_of_other_families(tmp_path: Path, changes: dict[str, object], key: str) -> None:
-    assert model_refused(write_model(tmp_path, **{**LITE, **changes})).key == key
+def test_unsupported_fields(tmp_path: Path, model: dict[str, object], changes: dict[str, object], key: str) -> None:
+    assert model_refused(write_model(tmp_path, **{**model, **changes})).key == key
 
 
 def at(folder: Path, **fields: object) -> str:

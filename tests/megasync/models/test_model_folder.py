@@ -18,13 +18,8 @@ from megasync.config.errors import ConfigError
 from megasync.models.features import Model, has_other_class
 from megasync.models.folder import CHOICES, check_model_config, check_model_folder
 from megasync.models.model_shape import ModelShape
-from tests.support.config_files import MODEL, model_refused, refusal, write, write_model, write_runnable
+from tests.support.config_files import MODEL, model_refused, refusal, write, write_model
 from tests.support.tiny_models import write_tiny_model
-
-
-@pytest.fixture
-def runnable(tmp_path: Path) -> Path:
-    return write_runnable(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +56,8 @@ def test_an_adapter_is_no_model(runnable: Path, tmp_path: Path) -> None:
     assert f"write engine.lora.adapter_path={folder}, and model.path=" in refusal(runnable, f"model.path={folder}").remedy
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_known_families(tmp_path: Path, family: str) -> None:
-    shape = check_model_folder(write_model(tmp_path, model_type=family))
-    assert (shape.model_type, shape.num_key_value_heads) == (family, 2)
-
-
 def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
+    assert check_model_folder(write_model(tmp_path)).num_key_value_heads == 2
     write_model(tmp_path, num_key_value_heads=4, model_type="llama")
     fields = {name: value for name, value in MODEL.items() if name != "num_key_value_heads"} | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -192,11 +182,6 @@ def test_a_family_has_one_class(tmp_path: Path, family: str) -> None:
     assert not has_other_class(model)
     assert has_other_class(replace(model, fields={"architectures": ["OtherForCausalLM"]}))
     assert not has_other_class(replace(model, fields={}))
-
-
-def test_json_that_is_nested_too_deeply(tmp_path: Path) -> None:
-    path = write(write_model(tmp_path) / "config.json", '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}")
-    assert model_refused(tmp_path).headline.startswith(f"{path}: not JSON")
 
 
 def test_what_may_be_there_and_is_harmless(tmp_path: Path) -> None:
@@ -340,7 +325,7 @@ def test_unsupported_olmo(tmp_path: Path, key: str, changes: dict[str, object]) 
     assert model_refused(write_model(tmp_path, **olmo | changes)).key == key
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "", "\x00"])
+@pytest.mark.parametrize("text", ["{", "[]", "", "\x00", '{"a": ' + "[" * 10**5 + "]" * 10**5 + "}"], ids=len)
 def test_broken_model_config(tmp_path: Path, text: str) -> None:
     write_model(tmp_path)
     (tmp_path / "config.json").write_text(text)

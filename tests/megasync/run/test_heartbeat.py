@@ -35,7 +35,7 @@ def test_silent_is_who_has_not_counted_up_for_the_limit(looks) -> None:
 
 
 @pytest.mark.parametrize("seconds", [6.0, 11.0, 47.0])
-def test_who_was_held_up_itself_blames_nobody(seconds: float) -> None:
+def test_a_rank_that_was_held_up_blames_no_other(seconds: float) -> None:
     seen, back = LastSeen([1, 2], 10.0, 0.0), 13.0 + seconds
     assert seen.look({}, 4.0) == seen.look({}, 8.0) == seen.look({}, 12.0) == [], "they were never there"
     assert seen.look({1: 5, 2: 5}, 13.0) == []
@@ -78,7 +78,7 @@ def test_a_stopped_rank_is_named_and_ends_all() -> None:
         run_ranks(2, "tests.megasync.run.test_heartbeat:stop_rank_one", {}, alone=True)
 
 
-def test_whoever_has_come_to_its_end_watches_the_others_until_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_rank_watches_the_others_until_they_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store("127.0.0.1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))

@@ -1,6 +1,6 @@
 """The life of a run: alone in its folder, ended with its launcher in any way, with last words that say how to go on.
 
-    python -m pytest tests/megasync/run/test_life.py
+python -m pytest tests/megasync/run/test_life.py
 """
 
 from __future__ import annotations
@@ -122,23 +122,34 @@ def test_a_quickstart_deletes_nothing_of_a_run_that_is_going_on(tmp_path: Path) 
 # Done.
 
 
-def test_a_run_that_is_done_says_so_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = sft_config(tmp_path)
-    assert train(config, "run.steps=2", ranks=1)[0] == 0
-    folder = tmp_path / "runs" / "run"
+def test_a_run_that_is_done_starts_nothing_and_goes_on_for_more_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, folder = sft_config(tmp_path), tmp_path / "runs" / "run"
+    assert train(config, "run.steps=1", ranks=1)[0] == 0
     before = content(folder)
-    code, said = train(config, "run.steps=2", ranks=1)
+    code, said = train(config, "run.steps=1", ranks=1)
     more = "for more of them write run.steps=NUMBER, for another run run.name=NAME"
-    assert (code, said) == (0, f"{folder}: all 2 steps are done; {more}\n")
+    assert (code, said) == (0, f"{folder}: all 1 steps are done; {more}\n")
     assert content(folder) == before
     (folder / "summary.json").write_text("{")
     with pytest.raises(SystemExit) as left:
-        train_by_hand([str(config), "run.steps=2", "--nproc", "1"])
+        train_by_hand([str(config), "run.steps=1", "--nproc", "1"])
     assert left.value.code == 2 and capsys.readouterr().err.startswith(f"{folder}/summary.json: not JSON: ")
     (folder / "summary.json").unlink()
-    assert train(config, "run.steps=2", ranks=1)[0] == 0
+    assert train(config, "run.steps=1", ranks=1)[0] == 0
     assert (folder / "summary.json").exists(), "a run that was killed while it ended comes to its end"
-    assert train(config, "run.steps=3", ranks=1)[0] == 0 and len(metrics(folder)) == 3
+    # a checkpoint that cannot be read costs no version of the log
+    later = VersionWriter(folder / VERSIONS, stage=0, num_stages=1, keeps_weights=True, full_every=2)
+    for version in (1, 2, 3):
+        later.write(version, iter([("weight", torch.full((2,), float(version)))]))
+    (tensors,) = (folder / "checkpoints").glob("*/rank_*.safetensors")
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[: len(whole) // 2])
+    refused = launch(config, "run.steps=2", ranks=1)
+    assert refused.returncode == 2 and f"{tensors.name}: cannot be read" in refused.stderr, refused.stderr
+    assert VersionReader(folder / VERSIONS).versions == [1, 2, 3]
+    tensors.write_bytes(whole)
+    assert train(config, "run.steps=2", ranks=1)[0] == 0 and len(metrics(folder)) == 2
+    assert VersionReader(folder / VERSIONS).versions == [1], "versions of steps that were trained again are gone"
 
 
 # Failed.
@@ -157,24 +168,6 @@ def test_the_last_words_are_the_error_the_checkpoint_and_the_command(tmp_path: P
     assert newest.startswith(f"newest checkpoint: {tmp_path}/runs/run/checkpoints/step_0000000")
     assert command == f"go on from it: {TORCHRUN[0]} {config} {' '.join(overrides)} --nproc 1 checkpoint.resume=auto"
     assert "ChildFailedError" not in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_checkpoint_that_cannot_be_read_costs_no_version(tmp_path: Path) -> None:
-    config = sft_config(tmp_path)
-    assert train(config, "run.steps=1", ranks=1)[0] == 0
-    folder = tmp_path / "runs" / "run"
-    later = VersionWriter(folder / VERSIONS, stage=0, num_stages=1, keeps_weights=True, full_every=2)
-    for version in (1, 2, 3):
-        later.write(version, iter([("weight", torch.full((2,), float(version)))]))
-    (tensors,) = (folder / "checkpoints").glob("*/rank_*.safetensors")
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[: len(whole) // 2])
-    refused = launch(config, "run.steps=2", ranks=1)
-    assert refused.returncode == 2 and f"{tensors.name}: cannot be read" in refused.stderr, refused.stderr
-    assert VersionReader(folder / VERSIONS).versions == [1, 2, 3]
-    tensors.write_bytes(whole)
-    assert train(config, "run.steps=2", ranks=1)[0] == 0
-    assert VersionReader(folder / VERSIONS).versions == [1], "versions of steps that were trained again are gone"
 
 
 # Ended with its launcher.
