@@ -35,7 +35,8 @@ class ServiceConfig(Section):
     """Where there is no room for another client, sessions are finished whose clients have sent nothing for so long."""
     shared_clients: PositiveInt = 8
     """forward_backward requests of so many clients that wait at the same time go through the base model together, on CPUs each
-    with the bits that it has alone; 1: in turns. Some layouts have only turns (megasync/service)."""
+    with the bits that it has alone; 1: in turns. One waits up to 50 ms for clients that had one in the last 5 s.
+    Some layouts have only turns (megasync/service)."""
     adapter_slots: PositiveInt = 8
     """With engine.lora.sync=adapter the replicas hold so many versions, of any clients, and sample from them at the same time;
     a further one replaces the version that was sampled least recently. With merged weights they hold one."""

@@ -33,7 +33,6 @@ from megasync.submit import absolute_paths, check, job, main, parse
 from tests.support.config_files import write_runnable
 from tests.support.processes import name_of
 
-pytestmark = pytest.mark.long
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +77,7 @@ def cluster() -> Iterator[Cluster]:
             yield Cluster(address, {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")})
 
 
+@pytest.mark.long
 def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus(config: str, tmp_path: Path) -> None:
     """Ray is started with GPUs that do not exist: it assigns them all the same."""
     gpus = {"CUDA_VISIBLE_DEVICES": "4,6", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
@@ -93,6 +93,7 @@ def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus
     assert "0 GPUs of 2 are for replicas of their own" in done.stdout
 
 
+@pytest.mark.long
 def test_interrupted_leaves_no_process(config: str) -> None:
     """Two at once, each with a cluster of its own: nearly all of it is waiting."""
     command = [sys.executable, "-m", "megasync.submit", config, "run.name=hang", *PROGRAM]
@@ -134,6 +135,7 @@ def test_wrong_commands_start_nothing(
     assert left.value.code == 2 and all(word in said for word in words), said
 
 
+@pytest.mark.long
 def test_no_cluster_at_the_address() -> None:
     path = ROOT / "tests" / "data" / "submit.yaml"
     done = submit(str(path), "--address", "http://127.0.0.1:1", "--num-ranks", "2", *PROGRAM)
@@ -154,6 +156,7 @@ def test_a_job_in_another_folder_gets_every_path_whole(tmp_path: Path, monkeypat
     assert found == [f'{key}="{tmp_path / name}"' for key, name in {**keys, "data.eval.math.path": "held_out"}.items()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("address", ["http://cluster:8265", ""])
 def test_missing_packages_are_noted_for_a_cluster_and_refused_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
@@ -240,6 +243,7 @@ def write_rewards(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["succeed", "raise", "die", "code"])
 def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, what: str, tmp_path: Path) -> None:
     path = ROOT / "tests" / "data" / "submit.yaml"
@@ -258,6 +262,7 @@ def test_cluster_gets_the_repository_and_gives_the_exit_code(cluster: Cluster, w
     assert message in done.stdout
 
 
+@pytest.mark.long
 def test_cluster_that_refuses_the_token(cluster: Cluster) -> None:
     stranger = ENVIRONMENT | cluster.token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     path = ROOT / "tests" / "data" / "submit.yaml"
@@ -311,6 +316,7 @@ def is_driver(process: psutil.Process, job: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_lost_connection_is_no_end_of_the_job_and_a_killed_driver_is_one_of_its_ranks(cluster: Cluster) -> None:
     path = ROOT / "tests" / "data" / "submit.yaml"
     with cut(cluster.address) as (address, cut_all):
@@ -335,6 +341,7 @@ def test_a_lost_connection_is_no_end_of_the_job_and_a_killed_driver_is_one_of_it
     assert alive == []
 
 
+@pytest.mark.long
 def test_a_job_that_is_interrupted_before_it_is_known_to_run_is_stopped(cluster: Cluster) -> None:
     """The cluster has it, and its answer is on the way."""
     path, name = ROOT / "tests" / "data" / "submit.yaml", f"run.name=hang_{secrets.token_hex(4)}"

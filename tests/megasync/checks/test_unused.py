@@ -66,7 +66,7 @@ def test_keys_without_effect_have_a_note(runnable: Path, overrides: list[str], w
 
 RULED = {  # by owner, keys of it that a rule must not lose
     "algorithm.name": "baseline clip_low dual_clip importance_cap importance_correction kl_coefficient loss old_log_probs "
-    "ratio_level router_replay truncated",
+    "ratio_level router_replay sampler truncated",
     "algorithm.loss": "clip_low dual_clip sapo_temperature_negative",
     "algorithm.advantage": "baseline pass_k",
     "algorithm.importance_correction": "importance_cap importance_floor importance_level",
@@ -76,7 +76,10 @@ RULED = {  # by owner, keys of it that a rule must not lose
     "engine.optimizer.decay": "decay_steps min_learning_rate",
     "rollout.on_update": "cache_on_update",
     "rollout.placement": "offload_trainer",
+    "rollout.speculation.method": "num_tokens path prompt_lookup_max prompt_lookup_min",
+    "sync.log": "log_full_every log_keep",
     "sync.transport": "lanes",
+    "teacher.objective": "divergence top_k",
 }
 
 

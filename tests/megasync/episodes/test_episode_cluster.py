@@ -22,7 +22,6 @@ from megasync.episodes.task import Task
 from tests.megasync.episodes.test_episode_pool import Replica, Reported, failure, pool_of
 
 
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
