@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,8 @@ def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> N
 @pytest.mark.parametrize(("says", "passes"), [(SLEPT_BESIDE_OTHERS, True), ("out of memory", False)])
 def test_memory_that_another_process_took_meanwhile_does_not_end_a_sleep(says: str, passes: bool) -> None:
     class Worker(WorkerExtension):
+        model_runner = SimpleNamespace(get_draft_model=lambda: None)
+
         def sleep(self, level: int) -> None:
             raise AssertionError(says)
 

@@ -10,6 +10,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -97,10 +98,13 @@ def test_time_in_tools_is_what_tools_took(folder: str) -> None:
     """Beside 60 others whose prompts are rendered and sampled, a tool of 0.3 s takes that, and a trivial one nothing."""
     prompts = [f"{kind} {number}" for number in range(20) for kind in ("trivial", "in a thread", "slow")]
     played = play(pool_of(folder, episode="tests.support.tool_episodes:episode"), prompts)
+    found = dict[str, list[float]]()
     for prompt, (ended, _) in played.items():
         assert ended.failure is None and ended.tool_seconds is not None, ended
         least = 0.3 if prompt.startswith("slow") else 0.0
-        assert least <= ended.tool_seconds < least + 0.15 and ended.tool_seconds <= ended.own_seconds + 1e-6, (prompt, ended)
+        assert least <= ended.tool_seconds <= ended.own_seconds + 1e-6, (prompt, ended)
+        found.setdefault(prompt.partition(" ")[0], []).append(ended.tool_seconds - least)
+    assert max(map(median, found.values())) < 0.15, found
 
 
 def test_what_fails_is_reported_by_its_reason(side_by_side: Reported) -> None:
