@@ -106,7 +106,7 @@ def test_what_filters_leave_is_that_of_the_model(pool, models: list[PreTrainedMo
 
 
 def test_samples_are_distributed_as_those_of_the_model(pool, models: list[PreTrainedModel]) -> None:
-    """The first two tokens, the second of which is of a pass over drafts where there are some."""
+    """The first two tokens; with speculation the second one comes from a verified draft or its correction."""
     pool.take_speculation()
     draws = [tuple(each.token_ids.tolist()) for each in generate(pool, NUM_DRAWS, max_new_tokens=3, temperature=2.0)]
     assert pool.take_speculation().num_accepted > NUM_DRAWS / 100
