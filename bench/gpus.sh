@@ -94,6 +94,8 @@ for case in "$@"; do
       sync 3b-ipc-fsdp 0,1 rollout.placement=colocated bench.num_ranks=2 rollout.replicas=2 engine.wrap=megatron_fsdp bench.update=step \
         bench.lora_rank=0 ;;
     7b) sync 7b 0,1 bench.shapes=7b bench.lora_rank=0 ;;
+    moe6-lora) # LoRA of experts, merged, colocated
+      sync moe6-lora 0 bench.shapes=30b-a3b-6 bench.lora_rank=16 'bench.methods=[lora merged]' rollout.placement=colocated ;;
     30b-a3b) sync 30b-a3b 0,1 bench.shapes=30b-a3b bench.lora_rank=0 rollout.gpu_memory_utilization=0.9 'bench.methods=[stream,floor,unverified,mbridge packed]' ;;
     30b-a3b-ep2)
       sync 30b-a3b-ep2 0,1,2 bench.shapes=30b-a3b engine.parallel.expert=2 bench.num_ranks=2 bench.lora_rank=0 \

@@ -99,7 +99,9 @@ def _check_lora(config: BenchRoot, verb: str) -> None:
     rank, remedy = config.engine.lora.rank, f"write bench.lora_rank={config.engine.lora.rank}, without engine.lora"
     refuse_if(rank, f"engine.lora.rank = {rank}: the bench's adapters have bench.lora_rank", remedy=remedy)
     shape, rank = check_model_folder(config.model.path), config.bench.lora_rank
-    largest = 0 if shape.num_experts else min(shape.hidden_size, shape.intermediate_size, MAX_SERVED_RANK)
+    largest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
+    if verb == "rollout" or {"all", "lora adapter"} & set(config.bench.methods):  # vLLM serves the adapters
+        largest = 0 if shape.num_experts else min(largest, MAX_SERVED_RANK)
     why, allowed = f"not possible for bench {verb} with this model", f"0 to {largest}"
     _refuse("bench.lora_rank", rank > largest, rank, why, min(32, largest), allowed=allowed)
 

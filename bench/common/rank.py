@@ -148,18 +148,22 @@ class BenchRank(Program):
 
 
 class LoraSide:
-    """Adapters of rank `bench.lora_rank` on all linears, and a vLLM that serves them.
-
-    `merged` and `adapter` are the two weight sources; `pool` and `publisher` are for the adapter alone.
-    """
+    """Adapters of rank `bench.lora_rank` on all linears; `merged` is a source of the weights with them."""
 
     def __init__(self, bench: BenchRank) -> None:
         rank = bench.config.bench.lora_rank
         lora = LoraConfig(rank=rank, alpha=2.0 * rank)
         self.engine = bench.build_engine(bench.config.engine.model_copy(update={"lora": lora}))
         self.merged = build_exporter(self.engine, on_all_ranks=uses_ipc(bench.config))
+
+
+class ServedLora(LoraSide):
+    """The same, and a vLLM that serves them: `pool` and `publisher` are for the source `adapter` alone."""
+
+    def __init__(self, bench: BenchRank) -> None:
+        super().__init__(bench)
         self.adapter = build_adapter_source(self.engine)
-        self.pool = bench.start_pool(adapter_rank=rank)
+        self.pool = bench.start_pool(adapter_rank=bench.config.bench.lora_rank)
         self.publisher = bench.publisher(self.adapter, self.pool)
 
 

@@ -20,7 +20,7 @@ import ray
 import torch.distributed as dist
 
 from bench.common.program import Measured, Program
-from bench.common.rank import BenchRank, LoraSide
+from bench.common.rank import BenchRank, ServedLora
 from bench.generation.requests import Tokens, build_requests, take_turns
 from bench.replicas.replica import BenchPool, OfflinePool
 from bridge.generation import GroupRequest
@@ -36,7 +36,7 @@ class LoraBench(BenchRank):
     """Everything of one rank."""
 
     def start(self) -> None:
-        self.lora = LoraSide(self)
+        self.lora = ServedLora(self)
         self.pools = {"merged": self.start_pool(), "adapter": self.lora.pool}
         merged = self.publisher(self.lora.merged, self.pools["merged"])
         self.publishers = {"merged": merged, "adapter": self.lora.publisher}

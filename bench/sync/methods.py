@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from bench.common.memory import PeakMeter, device_bytes, give_back_free_memory, mapped_files
 from bench.common.program import Measured
-from bench.common.rank import BenchRank, LoraSide, Way, seconds_by_name
+from bench.common.rank import BenchRank, LoraSide, ServedLora, Way, seconds_by_name
 from bench.config import CPU_METHODS, GPU_METHODS, METHODS
 from bench.replicas.nccl import NcclBaselines
 from bench.replicas.replica import BenchPool
@@ -79,7 +79,9 @@ class SyncBench(BenchRank):
         self.whole = self.publisher(cast("WeightSource", self.swappable), self.pool)
         usual = GPU_METHODS if self.has_gpus else CPU_METHODS
         wanted = {"stream", *config.bench.methods, *(usual if "all" in config.bench.methods else ())}
-        self.lora = LoraSide(self) if config.bench.lora_rank and any(name.startswith("lora") for name in wanted) else None
+        self.lora: LoraSide | None = None
+        if config.bench.lora_rank and any(name.startswith("lora") for name in wanted):
+            self.lora = ServedLora(self) if "lora adapter" in wanted else LoraSide(self)
         self.disk_folder = config.run.folder / "disk"
         self.buffer, self.buffer_path = torch.empty(0, dtype=torch.uint8), SHARED_MEMORY / f"{PREFIX}bench-{os.getpid()}"
         possible = self._possible()
@@ -110,6 +112,7 @@ class SyncBench(BenchRank):
         if (lora := self.lora) is not None:
             merged = partial(self._stream, lora.merged, None)
             methods["lora merged"] = Way(merged, lora.engine, lora.merged, self.pool, self.whole)
+        if isinstance(lora, ServedLora):
             adapter = partial(self._publish, lora.publisher, None)
             methods["lora adapter"] = Way(adapter, lora.engine, lora.adapter, lora.pool, lora.publisher)
         return methods

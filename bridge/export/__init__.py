@@ -2,6 +2,7 @@
 
 source.py         protocols: what the engine hands over, and what exporter.py and adapter.py give; whole tensors
 exporter.py       parameters become Hugging Face tensors, in layer order
+weights.py        parameters taken apart into what is converted at once
 gather.py         plans of passes: shards gathered, adapters merged, into memory to copy out of
 trace.py          a conversion as copies, recorded once
 merge.py          adapters merged into their weights (pure functions)

@@ -20,7 +20,12 @@ import torch.distributed as dist
 
 from bridge.export.gather import GatherGroup, GatherPlan, Groups, Scratch
 from bridge.export.source import Part, WeightItem
+from bridge.export.weights import Weight, scales_of, take_apart, tensors_of
+from bridge.layout.copies import are_same_memory
 from bridge.layout.manifest import Manifest
+
+GATHER_BYTES = 64 * 2**20
+GPU_GATHER_BYTES = 256 * 2**20  # there the launches of a run cost more than the bytes of a smaller one
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,31 @@ class Position:
     expert_data_rank: int = 0  # as `data_rank`, for the experts
 
 
+class _Unit:
+    """The plans of a unit of items, and the memory that they are attached to."""
+
+    def __init__(self, plans: list[GatherPlan]) -> None:
+        self.plans = plans
+        self._items: Sequence[WeightItem] = ()
+        self._kept: list[torch.Tensor] = []  # views of the items' tensors, which keep their memory alive
+        self._scales: list[float] = []
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the parameters of the last `bind` are still where they were."""
+        return bool(self._items) and are_same_memory(self._kept, tensors_of(self._items))
+
+    def bind(self, items: Sequence[WeightItem]) -> None:
+        """Attach the plans to the memory of `items`; nothing to do where it and adapters' scales have stayed."""
+        tensors, scales = tensors_of(items), scales_of(items)
+        if not (self._items and scales == self._scales and are_same_memory(self._kept, tensors)):
+            weights = take_apart(items)
+            for plan in self.plans:
+                plan.bind(list(itertools.islice(weights, plan.num_weights)))
+            self._kept, self._scales = [tensor.detach() for tensor in tensors], scales
+        self._items = items
+
+
 class Exporter:
     """The WeightSource of a model's weights, with adapters merged into them."""
 
@@ -44,7 +74,7 @@ class Exporter:
         mbridge: Any,
         position: Position = Position(),
         *,
-        gather_bytes: int = 64 * 2**20,
+        gather_bytes: int | None = None,
         is_in_place: bool = False,
         on_all_ranks: bool = False,
     ) -> None:
@@ -53,7 +83,7 @@ class Exporter:
             units: returns an iterator over this stage's weight items; collective.
             mbridge: an mbridge Bridge.
             position: of this rank.
-            gather_bytes: bound of the scratch for merging and gathering, unless a single parameter needs more.
+            gather_bytes: bound of the scratch for merging and gathering, unless a single weight needs more; None: by the device.
             is_in_place: whether the items are complete, and at the same addresses, between walks too.
             on_all_ranks: whether all ranks of the stage have the tensors, rather than its sender alone.
         """
@@ -64,58 +94,64 @@ class Exporter:
         is_first_copy, has_expert_group = position.data_rank == 0, position.expert_group is not None
         self.is_sender = is_first_copy and (tensor_group is None or tensor_group.rank() == 0)
         self.has_tensors = self.is_sender or on_all_ranks
-        self._units, self._hf_bridge, self._gather_bytes, self._is_in_place = units, mbridge, gather_bytes, is_in_place
+        self._units, self._hf_bridge, self._is_in_place = units, mbridge, is_in_place
+        self._gather_bytes = gather_bytes or (GPU_GATHER_BYTES if torch.cuda.is_available() else GATHER_BYTES)
         self._groups = Groups(
             GatherGroup(tensor_group, is_first_copy or on_all_ranks),
             GatherGroup(position.expert_group, has_expert_group and (position.expert_data_rank == 0 or on_all_ranks)),
         )
-        self._scratch, self._plans = Scratch(), list[GatherPlan]()
+        self._scratch, self._bound = Scratch(), list[_Unit]()
         self._merge_sums = torch.zeros(2, dtype=torch.float64)  # of the last pass: see merge.squared_error
         self._manifest: Manifest | None = None
 
     def manifest(self) -> Manifest:
         """Walks the units once, without gathering, at the first call."""
         if self._manifest is None:
-            for items in self._runs():
+            for items in self._walk():
                 self._merge_sums = self._merge_sums.to(items[0].tensor.device)
-                self._plans.append(GatherPlan(items, self._groups, self._scratch, self._convert))
-            self._manifest = Manifest(tuple(spec for plan in self._plans for spec in plan.specs))
+                runs = self._runs(take_apart(items))
+                self._bound.append(_Unit([GatherPlan(run, self._groups, self._scratch, self._convert) for run in runs]))
+            self._manifest = Manifest(tuple(spec for unit in self._bound for plan in unit.plans for spec in plan.specs))
         return self._manifest
 
     @torch.no_grad()
     def parts(self) -> Iterator[Part]:
         self.manifest()
         self._merge_sums.zero_()
-        is_ready = self._is_in_place and all(plan.is_bound for plan in self._plans)
-        runs = [None] * len(self._plans) if is_ready else self._runs()
-        for items, plan in zip(runs, self._plans, strict=True):
+        is_ready = self._is_in_place and all(unit.is_bound for unit in self._bound)
+        walk = [None] * len(self._bound) if is_ready else self._walk()
+        for items, unit in zip(walk, self._bound, strict=True):
             if not any(group.takes_part for group in self._groups):
                 continue
             if items is not None:
-                plan.bind(items)
-            part, errors = plan.run(has_tensors=self.has_tensors)
-            if errors:
-                self._merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
-            if self.has_tensors:
-                yield part
+                unit.bind(items)
+            for plan in unit.plans:
+                part, errors = plan.run(has_tensors=self.has_tensors)
+                if errors:
+                    self._merge_sums += torch.cat(errors).sum(0, dtype=torch.float64)
+                if self.has_tensors:
+                    yield part
 
-    def _runs(self) -> Iterator[list[WeightItem]]:
-        """The items in runs, each within a unit and with at most `gather_bytes` of scratch, unless a single item needs more."""
-        units: Iterable[Sequence[WeightItem]] = self._units()
+    def _walk(self) -> Iterator[Sequence[WeightItem]]:
+        """The units; all in one where they stay in place."""
         if self._is_in_place:
-            units = [list(itertools.chain.from_iterable(units))]
-        for unit in units:
-            run: list[WeightItem] = []
-            num_bytes = 0
-            for item in unit:
-                more = item.tensor.nbytes * self._groups.num_shards(item) if self._groups.needs_scratch(item) else 0
-                if run and num_bytes + more > self._gather_bytes:
-                    yield run
-                    run, num_bytes = [], 0
-                run.append(item)
-                num_bytes += more
-            if run:
+            return iter([list(itertools.chain.from_iterable(self._units()))])
+        return self._units()
+
+    def _runs(self, weights: Iterable[Weight]) -> Iterator[list[Weight]]:
+        """The weights of a unit in runs, each with at most `gather_bytes` of scratch, unless a single one needs more."""
+        run: list[Weight] = []
+        num_bytes = 0
+        for weight in weights:
+            own = weight.shape.numel() * weight.dtype.itemsize if self._groups.needs_scratch(weight) else 0
+            more = own * self._groups.num_shards(weight)
+            if run and num_bytes + more > self._gather_bytes:
                 yield run
+                run, num_bytes = [], 0
+            run.append(weight)
+            num_bytes += more
+        if run:
+            yield run
 
     def merge_error(self) -> float:
         """|round(W + D) - (W + D)| / |D| over the whole model at the last pass, D the adapters' update; 0 without one.
@@ -128,20 +164,20 @@ class Exporter:
         lost, moved = sums.tolist()
         return math.sqrt(lost / moved) if moved else 0.0
 
-    def _convert(self, item: WeightItem, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """`shards`: of an expert's item those of the expert on each expert-parallel rank, one after another."""
-        names = item.expert_names or (item.name,)
+    def _convert(self, weight: Weight, shards: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """`shards`: of an expert those of the expert on each expert-parallel rank, one after another."""
+        names = weight.expert_names or (weight.name,)
         size = len(shards) // len(names)
         stacks = []
         for rank, name in enumerate(names):
             own = shards[rank * size : (rank + 1) * size]
             whole = own[0]  # mbridge 0.15.1 bridge.py:_weight_merge_across_tp, :_weight_to_hf_format
             if size > 1:  # of the parameter mbridge reads two attributes, which megatron-core sets
-                parameter = SimpleNamespace(tensor_model_parallel=True, partition_dim=item.shard_dim)
+                parameter = SimpleNamespace(tensor_model_parallel=True, partition_dim=weight.item.shard_dim)
                 whole = self._hf_bridge._weight_merge_across_tp(name, own, parameter)
-            if item.is_stack:
+            if weight.item.is_stack:
                 stacks.append(whole)
             else:
                 yield from zip(*self._hf_bridge._weight_to_hf_format(name, whole), strict=True)
         if stacks:
-            yield from zip(*self._hf_bridge._weight_to_hf_format(item.name, torch.cat(stacks)), strict=True)
+            yield from zip(*self._hf_bridge._weight_to_hf_format(weight.name, torch.cat(stacks)), strict=True)

@@ -1,27 +1,64 @@
 """Adapters merged into their weights, out of place and per shard: W + scale B A in fp32, rounded once.
 
-On CUDA a kernel does it (exact/merge_kernel.py). Column-parallel shards take B's shard and the whole A, row-parallel ones the
-whole B and A's shard; so no adapter is gathered. The base weight is never written to. Leaves out which tensors belong together
-(gather.py).
+On CUDA a kernel does it (exact/merge_kernel.py), for many weights in one launch. Column-parallel shards take B's shard and the
+whole A, row-parallel ones the whole B and A's shard; so no adapter is gathered. The base weight is never written to. Leaves out
+which tensors belong together (gather.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
+from bridge.layout.upload import Addresses, upload
 from exact.linear import merge_into
 
-__all__ = ["merge", "merge_into", "squared_error"]
+__all__ = ["GroupedMerge", "Pair", "merge_into", "squared_error"]
 SAMPLED_ROWS = 64  # of each weight, for the merge error
 
 
-def merge(out: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """merge_into, then squared_error's sums, as [parts, 2]. On CUDA one kernel does both, with the sums over all rows."""
-    if weight.is_cuda:
-        from exact.merge_kernel import merge_on_cuda
+class Pair(NamedTuple):
+    """A weight [rows, columns], contiguous, and its adapter, of the same dtype and of any strides."""
 
-        return merge_on_cuda(out, weight, a, b, scale)
-    return squared_error(merge_into(out, weight, a, b, scale), weight, a, b, scale)[None]
+    weight: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    start: int  # of the merged weight among the results, in elements
+
+
+class GroupedMerge:
+    """The merge of some weights into `out`, prepared once and run in every pass; their storages may move in between.
+
+    On CUDA one launch, with the bits of one launch a weight.
+    """
+
+    def __init__(self, out: torch.Tensor, pairs: Sequence[Pair]) -> None:
+        """`out`: flat, of the pairs' dtype, other memory than theirs."""
+        self._out, self._pairs = out, pairs
+        if out.is_cuda:
+            from exact.merge_kernel import lay_tables
+
+            self._tables, self._addresses = lay_tables(pairs), Addresses()
+            arrays = self._tables.weights, self._tables.scales, self._tables.tiles
+            self._on_device = [upload(torch.from_numpy(array), out.device) for array in arrays]
+
+    def run(self) -> torch.Tensor:
+        """squared_error's sums, as [parts, 2]; on CUDA over all rows."""
+        if self._out.is_cuda:
+            from exact.merge_kernel import ALIGNMENT, merge_many
+
+            addresses = [storage.data_ptr() for storage in self._tables.storages]
+            if any(each % ALIGNMENT for each in addresses):
+                self._tables = self._tables._replace(is_aligned=False)
+            return merge_many(self._out, self._tables, self._on_device, self._addresses.on(self._out.device, addresses))
+        errors = []
+        for weight, a, b, scale, start in self._pairs:
+            merged = merge_into(self._out[start : start + weight.numel()].view(weight.shape), weight, a, b, scale)
+            errors.append(squared_error(merged, weight, a, b, scale))
+        return torch.stack(errors)
 
 
 def squared_error(merged: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

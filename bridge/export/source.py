@@ -35,9 +35,10 @@ class Adapter(Factors, Protocol):
 class WeightItem(Protocol):
     """A parameter as the engine hands it out, whole over data parallelism and local to the tensor-parallel rank.
 
-    `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated. `expert_names`: empty, or for an
-    expert the names of what each expert-parallel rank has in its place, the same on all of them; `name` is the first.
-    `is_stack`: it is all experts of a rank, and those of all ranks are one tensor of Hugging Face's.
+    `shard_dim`: the dimension that tensor parallelism shards, None where it is replicated. `experts`: empty, or of experts, which
+    lie one after another in `tensor`, [experts * rows, columns], and in the adapter's factors, for each the names of what each
+    expert-parallel rank has in its place, the same on all of them. `is_stack`: those of all ranks are one tensor of Hugging
+    Face's, not one each; `experts` is empty, or has one entry.
     """
 
     @property
@@ -53,7 +54,7 @@ class WeightItem(Protocol):
     def adapter(self) -> Adapter | None: ...
 
     @property
-    def expert_names(self) -> tuple[str, ...]: ...
+    def experts(self) -> tuple[tuple[str, ...], ...]: ...
 
     @property
     def is_stack(self) -> bool: ...

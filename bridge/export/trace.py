@@ -125,5 +125,10 @@ def _fits(last: Copy, copy: Copy) -> bool:
     return all(new.offset == old.offset + rows * old.row_stride for old, new in sides)
 
 
+def moved(copy: Copy, distance: int) -> Copy:
+    """The copy from elements that lie `distance` further in the buffer."""
+    return copy._replace(buffer_region=_moved(copy.buffer_region, distance))
+
+
 def _moved(region: Region, offset: int) -> Region:
     return region._replace(offset=region.offset + offset)

@@ -15,7 +15,7 @@ import torch
 from bridge.layout.bucket import Piece
 from bridge.layout.digest import TILE_WORDS, BucketDigests
 from bridge.layout.regions import Copy, Region, slice_copy
-from bridge.layout.upload import upload
+from bridge.layout.upload import Addresses, upload
 
 WORD_BYTES = 8
 MAX_TILES = 8  # times as many tiles as full ones would be: with more, foreach copies are faster
@@ -53,7 +53,7 @@ class BucketCopies:
         self._views: dict[int, tuple[list[torch.Tensor], list[Views]]] = {}  # by the bucket's address: memory, and views of both
         self._tiles: tuple[Tiles, torch.Tensor] | None = None  # and their table on the device
         self._covered_bytes = 0  # of the bucket: those whose digest the tiles can add
-        self._bases: tuple[list[int], torch.Tensor] = ([], torch.empty(0))  # addresses of the tiles' memory, also on the device
+        self._bases = Addresses()  # of the tiles' memory
 
     @torch.no_grad()
     def run(self, memory: Mapping[str, torch.Tensor], data: torch.Tensor, digests: BucketDigests | None = None) -> None:
@@ -89,14 +89,13 @@ class BucketCopies:
         addresses = [flat.data_ptr() for flat in flats]
         if not addresses:
             return False
-        if addresses != self._bases[0]:
-            if any(flat.device != data.device for flat in flats) or any(each % WORD_BYTES for each in addresses):
-                return False
-            self._bases = addresses, upload(torch.tensor(addresses, dtype=torch.int64), data.device)
+        is_known = addresses == self._bases.last
+        if not is_known and any(flat.device != data.device or flat.data_ptr() % WORD_BYTES for flat in flats):
+            return False
         from bridge.layout.copy_kernel import copy_tiles
 
         total = digests.accumulate(self._covered_bytes) if digests is not None and self._covered_bytes else None
-        copy_tiles(table, self._bases[1], data, total, into_bucket=self._into_bucket)
+        copy_tiles(table, self._bases.on(data.device, addresses), data, total, into_bucket=self._into_bucket)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Small tables put on a GPU. Leaves out what they say."""
+"""Small tables put on a GPU, and addresses of memory. Leaves out what they say."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
         there = table.to(device)
     there.record_stream(torch.cuda.current_stream(device))
     return there
+
+
+class Addresses:
+    """Of memory, also on the device: they are uploaded where they have changed."""
+
+    def __init__(self) -> None:
+        self.last: list[int] = []
+        self._table = torch.empty(0, dtype=torch.int64)
+
+    def on(self, device: torch.device, addresses: list[int]) -> torch.Tensor:
+        """int64 [addresses] on `device`, the same in all calls."""
+        if addresses != self.last:
+            self.last, self._table = addresses, upload(torch.tensor(addresses, dtype=torch.int64), device)
+        return self._table
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.moe import router_bias
-from engine.moe.experts import split_experts
 from engine.model.lora import adapted_linears
 from engine.model.build import global_name, is_tied_copy, local_name
 
@@ -32,14 +31,17 @@ class Adapter(NamedTuple):
 
 
 class WeightItem(NamedTuple):
-    """One parameter of the model, or of one of its experts, whole over data parallelism and local to the tensor-parallel rank."""
+    """One parameter of the model, whole over data parallelism and local to the tensor-parallel rank.
+
+    A linear of experts has all of this rank one after another in `tensor`, [experts * rows, columns], and in the factors.
+    """
 
     name: str  # megatron-core's, with the layer counted over all pipeline stages
     tensor: torch.Tensor
     shard_dim: int | None  # which dimension tensor parallelism shards; None: replicated
     adapter: Adapter | None
-    expert_names: tuple[str, ...] = ()  # with expert parallelism: what each of its ranks has in this one's place
-    is_stack: bool = False  # all experts of this rank, of Hugging Face's tensor of all experts
+    experts: tuple[tuple[str, ...], ...] = ()  # of each expert the names of what each expert-parallel rank has in its place
+    is_stack: bool = False  # they are one tensor of Hugging Face's, not one each; `experts` is empty, or has one entry
 
 
 class AdapterItem(NamedTuple):
@@ -59,7 +61,7 @@ class ChunkWeights:
         self._shard_dims: dict[str, int | None] = {}  # by global name
         self._names: dict[str, str] = {}  # global by local name
         self._stacks: dict[str, tuple[str, ...]] = {}  # of a parameter that is exported with all experts: its name on each rank
-        self._experts: dict[str, list[tuple[str, ...]]] = {}  # of an ExpertLinear's parameter: for each of its experts the names
+        self._experts: dict[str, tuple[tuple[str, ...], ...]] = {}  # of an ExpertLinear's parameter: WeightItem.experts
         parameter: Any
         for local, parameter in (*chunk.named_parameters(), *router_bias.named(chunk)):
             if not is_tied_copy(chunk, local):
@@ -70,7 +72,7 @@ class ChunkWeights:
                     self._stacks[name] = tuple(f"{name}{rank}" for rank in range(parameter.expert_parallel_size))
                 elif count := getattr(parameter, "num_local_experts", 0):
                     first_of_ranks = range(0, count * parameter.expert_parallel_size, count)
-                    self._experts[name] = [tuple(f"{name}{first + i}" for first in first_of_ranks) for i in range(count)]
+                    self._experts[name] = tuple(tuple(f"{name}{first + i}" for first in first_of_ranks) for i in range(count))
         self._linears = dict(adapted_linears([chunk]))  # for their scale of now
 
     def weights(self, unit: NamedTensors) -> list[WeightItem]:
@@ -78,20 +80,10 @@ class ChunkWeights:
         tensors, adapters = self._split(unit)
         items: list[WeightItem] = []
         for name, tensor in tensors.items():
-            shard_dim = self._shard_dims[name]
-            linear = name.removesuffix(".weight")
-            if name in self._stacks:
-                names = self._stacks[name] if len(self._stacks[name]) > 1 else ()
-                items.append(WeightItem(name, tensor, shard_dim, None, names, is_stack=True))
-                continue
-            if name not in self._experts:
-                items.append(WeightItem(name, tensor, shard_dim, adapters.get(linear)))
-                continue
-            count = len(self._experts[name])
-            of_experts = _adapters_of_experts(adapters.get(linear), count)
-            experts = zip(self._experts[name], split_experts(tensor, count), of_experts, strict=True)
-            for names, expert, adapter in experts:
-                items.append(WeightItem(names[0], expert, shard_dim, adapter, names if len(names) > 1 else ()))
+            stack = self._stacks.get(name, ())
+            experts = (stack,) if len(stack) > 1 else self._experts.get(name, ())
+            adapter = adapters.get(name.removesuffix(".weight"))
+            items.append(WeightItem(name, tensor, self._shard_dims[name], adapter, experts, is_stack=bool(stack)))
         return items
 
     def adapters(self, unit: NamedTensors) -> list[AdapterItem]:
@@ -113,10 +105,3 @@ class ChunkWeights:
             for linear in linears
         }
         return tensors, adapters
-
-
-def _adapters_of_experts(stacked: Adapter | None, count: int) -> list[Adapter | None]:
-    if stacked is None:
-        return [None] * count
-    factors = zip(split_experts(stacked.a, count), split_experts(stacked.b, count), strict=True)
-    return [Adapter(a, b, stacked.scale) for a, b in factors]

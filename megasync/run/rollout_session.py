@@ -47,11 +47,14 @@ class RolloutSession(Session):
         if torch.cuda.is_available() and not config.rollout.is_colocated:  # the replicas start on devices of their own meanwhile
             self.heartbeat.phase = "warm-up"
             self.engine.warm_up()
+        uses_adapter = config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"
+        if not uses_adapter and (self.engine.wrapped.is_in_place or not config.rollout.is_colocated):
+            self.weights.exporter.manifest()  # which the first sync needs; it gathers nothing of weights that are in place
         self.heartbeat.phase, begin_seconds = "start of the replicas", self.timer.elapsed
         self.pool = RankZero(lambda: of_rank_zero(replica_start).finish())
         self.log.note(f"vLLM is ready after {self.timer.elapsed - begin_seconds:.0f} s more")
         self.devices = DeviceSharing(config, offload, self.pool, self.log.timeline)
-        exporter, uses_adapter = self._choose_exporter(), config.engine.lora.rank > 0 and config.engine.lora.sync == "adapter"
+        exporter = self._choose_exporter()
         source = build_adapter_source(self.engine) if uses_adapter else exporter
         publisher = build_publisher(source, self.pool.here, config)
         ends.callback(publisher.close)

@@ -112,6 +112,7 @@ def test_written_shapes_are_those_of_a_folder(tmp_path: Path, shapes: str) -> No
         ("bench.rouns=2", "bench.rounds"),
         ("bench.rounds=0", "at least 1"),
         ("bench.lora_rank=129", "0 to 128"),
+        ("bench.shapes=tiny-moe bench.methods=[stream] bench.lora_rank=65", "0 to 64"),
         ("engine.lora.rank=4", "write bench.lora_rank=4"),
         ("engine.parallel.tensor=3", "does not divide 2 ranks"),
         ("run.dir=/proc/nowhere", "cannot be written"),
@@ -155,6 +156,13 @@ def test_a_model_of_ones_own_keeps_its_weights(tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "bench.shapes=3b", "bench.lora_rank=0"]
     config = prepare(load_config(CONFIG, overrides, BenchRoot), "rollout")
     assert (config.bench.shapes, config.model.path) == (None, str(tmp_path / "model"))
+
+
+def test_experts_are_measured_with_adapters_merged(tmp_path: Path) -> None:
+    """vLLM would not serve theirs."""
+    config, *overrides = small(tmp_path)
+    merged = ["bench.shapes=tiny-moe", "bench.methods=[lora merged]"]
+    assert prepare(load_config(config, [*overrides, *merged], BenchRoot), "sync").bench.lora_rank == 4
 
 
 def test_a_model_folder_that_is_not_there_is_refused() -> None:

@@ -119,13 +119,14 @@ def everywhere(built: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 def converted(source: Exporter) -> dict[str, torch.Tensor]:
     """The export by mbridge's conversions of the gathered values themselves, without the copies that are recorded of them."""
     tensors: dict[str, torch.Tensor] = {}
-    plans = iter(source._plans)
+    source.manifest()
+    plans = iter([plan for unit in source._bound for plan in unit.plans])
     for part in source.parts():  # only on the sender
         plan = next(plans)
-        for item, places in zip(plan._bound.items, plan._places, strict=True):
-            size, shape = item.tensor.numel(), item.tensor.shape
+        for weight, places in zip(plan._weights, plan._places, strict=True):
+            size, shape = weight.tensor.numel(), weight.tensor.shape
             shards = [part.memory[name][start : start + size].view(shape) for name, start in places]
-            tensors |= {name: tensor.clone() for name, tensor in source._convert(item, shards)}
+            tensors |= {name: tensor.clone() for name, tensor in source._convert(weight, shards)}
     return tensors
 
 

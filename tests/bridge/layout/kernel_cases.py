@@ -16,7 +16,7 @@ from bridge.layout.digest import CHUNK_WORDS, LENGTH_FACTOR, MASK, digest_bytes,
 from bridge.layout.digest_kernel import add_digest
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.export.merge import merge_into
-from exact.merge_kernel import merge_on_cuda
+from exact.merge_kernel import lay_tables, merge_many, merge_on_cuda
 from bridge.layout.regions import Copy, Region
 
 
@@ -95,8 +95,56 @@ def check_merges(device: torch.device) -> None:
         assert abs(moved - expected[1]) <= 1e-4 * expected[1], (moved, expected)
 
 
+def factor(rows: int, columns: int, kind: str, like: torch.Tensor) -> torch.Tensor:
+    """A factor that is alone in memory, one of a stack, cut out of rows that are longer, or transposed."""
+    if kind == "stack":
+        return torch.randn(3, rows, columns, device=like.device).to(like.dtype)[1]
+    if kind == "cut":
+        return torch.randn(rows + 1, columns + 5, device=like.device).to(like.dtype)[1:, 2 : columns + 2]
+    alone = torch.randn((columns, rows) if kind == "transposed" else (rows, columns), device=like.device).to(like.dtype)
+    return alone.t() if kind == "transposed" else alone
+
+
+def check_grouped_merges(device: torch.device) -> None:
+    """The bits of one launch a weight, of all shapes and ranks, weights of one stack and factors of any strides, at any start."""
+    kinds, experts = ("alone", "stack", "cut", "transposed"), [(1536, 2048), (2048, 768)] * 3
+    any_shapes, whole_rows = [(1, 1), (64, 128), (70, 130), (33, 200), (65, 129)], [(64, 128), (100, 144), (70, 144)]
+    for dtype, shapes, ranks, of_factors, gap, is_fast in (
+        (torch.float32, any_shapes, (1, 16, 33, 32, 31), kinds, 0, False),
+        (torch.bfloat16, any_shapes, (1, 16, 33, 32, 31), kinds, 3, False),
+        (torch.bfloat16, whole_rows, (33, 8, 16), kinds[:2], 16, True),
+        (torch.float16, whole_rows, (1, 8, 16), kinds[:2], 0, True),
+        (torch.bfloat16, whole_rows, (1, 8, 16), kinds, 0, False),
+        *([(torch.bfloat16, experts, [16] * 6, ["stack"], 0, True)] if device.type == "cuda" else []),
+    ):
+        for some in (shapes, []):
+            pairs, start = [], gap
+            for index, (rows, columns) in enumerate(some):
+                weight = factor(rows, columns, kinds[index % 2], torch.empty(0, device=device, dtype=dtype))
+                of_a, of_b = (of_factors[number % len(of_factors)] for number in (index, index + 1))
+                a, b = factor(ranks[index], columns, of_a, weight), factor(rows, ranks[index], of_b, weight)
+                pairs.append((weight, a, b, 0.3 / (1 + index), start))
+                start += weight.numel() + gap
+            out, before = torch.full((start,), 7.0, device=device, dtype=dtype), [weight.clone() for weight, *_ in pairs]
+            tables = lay_tables(pairs)
+            addresses = [storage.data_ptr() for storage in tables.storages]
+            arrays = [torch.from_numpy(array).to(device) for array in (tables.weights, tables.scales, tables.tiles)]
+            assert (tables.is_aligned and tables.is_dense) == (is_fast or not some)
+            sums = merge_many(out, tables, arrays, torch.tensor(addresses, device=device))
+            expected, parts = torch.full_like(out, 7.0), [sums[:0]]
+            for weight, a, b, scale, place in pairs:
+                merged = expected[place : place + weight.numel()].view(weight.shape)
+                parts.append(merge_on_cuda(merged, weight, a, b, scale))
+                plain = merge_into(torch.empty(weight.shape, dtype=dtype), weight.cpu(), a.cpu(), b.cpu(), scale)
+                unit = torch.finfo(dtype).eps
+                assert torch.allclose(merged.cpu().float(), plain.float(), rtol=2 * unit, atol=1e-5)
+            assert torch.equal(out, expected) and torch.equal(sums, torch.cat(parts))
+            assert all(torch.equal(weight, kept) for (weight, *_), kept in zip(pairs, before, strict=True))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_digests(torch.device(sys.argv[1]))
     check_copies(torch.device(sys.argv[1]))
     check_merges(torch.device(sys.argv[1]))
+    check_grouped_merges(torch.device(sys.argv[1]))
