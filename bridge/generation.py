@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 NO_EXPERTS = np.empty((0, 0, 0), np.uint8)
 NO_SUPPORT = np.empty(0, np.int32)
+NO_TOP = np.empty((0, 0), np.int32), np.empty((0, 0), np.float32)
 NO_ADAPTER = -1  # stands for the folder's weights where others are in slots
 MAX_SUPPORT = 256  # the largest `top_k` with which a support is returned
 TOKEN_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
@@ -41,7 +42,8 @@ class GenerationRequest(Sampling):
     """One prompt and how to sample from it. Nothing but `stop_token_ids`, `stop` and the limit ends a completion.
 
     `slot`: of the adapter, in a replica that holds several (ReplicaConfig.adapter_slots); None: that of the last sync;
-    NO_ADAPTER: none.
+    NO_ADAPTER: none. `num_top`: how many of the most likely tokens are returned at each place, at most vLLM's max_logprobs;
+    `Generator.submit` returns none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -49,6 +51,7 @@ class GenerationRequest(Sampling):
     stop_token_ids: tuple[int, ...] = ()
     first_is_greedy: bool = False  # the first of its samples is at temperature 0
     slot: int | None = None
+    num_top: int = 0
 
     def of_sample(self, sample: int) -> GenerationRequest:
         """As this one of its samples is asked for."""
@@ -59,9 +62,7 @@ class GenerationRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest(GenerationRequest):
-    """The log-probs of a prompt's own tokens, and of the `num_top` most likely ones at each place."""
-
-    num_top: int = 0
+    """The log-probs of a prompt's own tokens, and of the most likely ones at their places."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +97,8 @@ class Completion:
     routed_experts: npt.NDArray[Any] = field(default_factory=lambda: NO_EXPERTS)
     # [n + kept tokens]: how many tokens the sampler kept at each of the n, then their ids; empty without `returns_support`
     support: npt.NDArray[np.int32] = field(default_factory=lambda: NO_SUPPORT)
+    # each [n, GenerationRequest.num_top]: the most likely tokens and their log-probs, the most likely first; -inf: left out
+    top: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] = NO_TOP
 
     def __post_init__(self) -> None:
         for name, dtype in {**TOKEN_ARRAYS, "support": np.int32}.items():
@@ -104,7 +107,10 @@ class Completion:
     def copy(self) -> Completion:
         """A copy with its own arrays. Ray returns views of its object store, which keep the object alive."""
         arrays = self.token_ids.copy(), self.log_probs.copy(), self.weight_versions.copy()
-        return Completion(*arrays, self.finish_reason, self.routed_experts.copy(), self.support.copy())
+        ids, log_probs = self.top
+        return Completion(
+            *arrays, self.finish_reason, self.routed_experts.copy(), self.support.copy(), (ids.copy(), log_probs.copy())
+        )
 
 
 @dataclass(frozen=True, slots=True)

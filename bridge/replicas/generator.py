@@ -315,7 +315,10 @@ class Generator:
         if self._returns_experts and ended:
             experts = await routing.routed_experts(self._engine, {name: output for name, _, output in ended})
         pairs = zip(ended, experts, strict=True)
-        return [vllm_requests.to_completion(output, live.marks, live.version, own) for (_, live, output), own in pairs]
+        return [
+            vllm_requests.to_completion(output, live.marks, live.version, own, live.request.num_top)
+            for (_, live, output), own in pairs
+        ]
 
     async def _forget_experts(self, ended: Sequence[Ended]) -> None:
         if self._returns_experts and routing.is_captured():

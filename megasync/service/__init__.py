@@ -16,7 +16,7 @@
 - With `engine.lora.sync=adapter` replicas have `service.adapter_slots` versions at a time, with merged weights one: samples of
   another one cause a sync. A replica that dies is replaced, and its samples repeated.
 - Losses: engine/objective/token_losses.py, and the client's own in two passes. Refused by name: other losses, adapters of the
-  output layer (or left frozen: `service.frozen_unembed`), images, and top-k log-probs of sampled tokens.
+  output layer (or left frozen: `service.frozen_unembed`), and images.
 - `rollout.placement=colocated`, for one GPU: replicas stay awake beside the trainer, in `rollout.gpu_memory_utilization` of its
   memory. On GPUs the last bits of a pass depend on the clients that share it: `service.shared_clients=1` and
   `run.deterministic=true` give the bits that a client has alone, also after a kill.

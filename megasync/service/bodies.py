@@ -155,9 +155,9 @@ class Sample(Body):
     model_path: str | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(default=0, ge=0, le=20)  # vLLM's own limit
+    topk_sample_logprobs: int = Field(default=0, ge=0, le=20)
     prompt_logprobs_last_n: int | None = None
     # what the hosted service has besides
-    topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] | None = None

@@ -18,7 +18,7 @@ CREATING = ("create_model", "load_weights")
 SAVES = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights", "save_weights_external": "external_weights"}
 DELETE, FINISH = "delete_checkpoint", "finish_session"
 TRAINING = (*OF_MODELS, *SAVES, DELETE, FINISH)  # all that the worker does, in one order
-MOVABLE = (*OF_MODELS, "save_weights_for_sampler", "save_weights_external")  # other clients' later passes may go before them
+OVERTAKEN = (*OF_MODELS, "save_weights_for_sampler", "save_weights_external")  # by later passes of other clients
 SAMPLE = "asample"
 MODEL = re.compile(r"[\w-]+:train:\d+", re.ASCII)
 NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)  # of a folder
@@ -183,6 +183,7 @@ class Reader:
             raise BadRequestError(f"sampling_params.max_tokens = {params.max_tokens}: the prompt leaves room for {most}")
         arguments = {"prompt": prompt, "params": params, "num_samples": given.num_samples, "most": most}
         arguments |= {"has_prompt_log_probs": bool(given.prompt_logprobs), "num_top": given.topk_prompt_logprobs, "last": last}
+        arguments["num_top_sampled"] = given.topk_sample_logprobs
         seq = given.seq_id if given.sampling_session_id else None
         return Call(SAMPLE, given.sampling_session_id or "", seq, arguments, version, given.num_samples)
 

@@ -19,7 +19,7 @@ from megasync.service.bodies import BadRequestError
 from megasync.service.calls import DELETE, SAMPLE, TRAINING, Call, Reader
 from megasync.service.journal import Journal, Line, Place
 from megasync.service.requests import Form, Request, Result
-from megasync.service.work_queue import GATHER_SECONDS, WorkQueue
+from megasync.service.work_queue import WAIT_SECONDS, WorkQueue
 
 
 class TooBusyError(RuntimeError):
@@ -36,11 +36,11 @@ class Desk:
         reader: Reader,
         done: int,
         num_slots: int = 1,
-        gather_seconds: float = GATHER_SECONDS,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        """`done`: how many training requests the restored state holds; `num_slots`, `gather_seconds`: see WorkQueue."""
+        """`done`: how many training requests the restored state holds; `num_slots`, `wait_seconds`: see WorkQueue."""
         self._max_waiting, self._journal, self.reader = config.max_waiting, journal, reader
-        self.queue = WorkQueue(config, num_slots, self._with_arguments, gather_seconds)
+        self.queue = WorkQueue(config, num_slots, self._with_arguments, wait_seconds)
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
         self._by_place: dict[tuple[str, str], Request] = {}  # (scope, seq), or ("key", idempotency key) where there is no seq

@@ -24,7 +24,7 @@ from megasync.service.journal import LOG_FILE, Journal
 from megasync.service.requests import Request, Result
 from megasync.service.sampling import Sampling
 from megasync.service.usage import Usage
-from megasync.service.work_queue import GATHER_SECONDS
+from megasync.service.work_queue import WAIT_SECONDS
 from megasync.service.worker import Worker
 
 
@@ -49,8 +49,8 @@ class Front:
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
         journal = Journal(worker.folder / LOG_FILE)
         ends.callback(journal.close)
-        gather_seconds = GATHER_SECONDS if worker.driven.shares else 0.0
-        self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots, gather_seconds)
+        wait_seconds = WAIT_SECONDS if worker.driven.shares else 0.0
+        self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots, wait_seconds)
         self.sampling = Sampling(self.pool, _ends_of(worker.engine, config.model.path), self.desk, self.finish)
         ends.callback(self.sampling.close)
         catalog = Catalog(worker.folder / "models", names[0], config.model.path, worker.adapters.specs)

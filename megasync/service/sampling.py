@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 
-from bridge.generation import Completion, GenerationRequest
+from bridge.generation import GenerationRequest
 from bridge.replicas.launched import ReplicaDiedError
 from bridge.replicas.pool import ReplicaPool
 from megasync.service.bodies import SamplingParams
@@ -75,9 +74,8 @@ class Sampling:
                 self._retry(request, replica, num_syncs)
             return
         arguments = request.call.arguments
-        sequences = [_sequence(each) for each in generated[0]]
-        scores = scored[0][0] if scored else None
-        if not all(np.isfinite(log_probs).all() for _, log_probs, _ in sequences):
+        sequences, scores = generated[0], scored[0][0] if scored else None
+        if not all(np.isfinite(each.log_probs).all() for each in sequences):
             self._finish(request, error("log-probs are not finite: the weights are broken, such as by a learning rate", "user"))
             return
         self._finish(request, Result("protobuf", sample_response(sequences, scores, arguments["last"], arguments["num_top"])))
@@ -112,6 +110,7 @@ class Sampling:
             stop=texts,
             stop_token_ids=tokens,
             slot=slot,
+            num_top=arguments["num_top_sampled"],
         )
 
     def _stops(self, params: SamplingParams) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -121,7 +120,3 @@ class Sampling:
         given = [params.stop] if isinstance(params.stop, str) else params.stop
         texts = tuple(each for each in given if isinstance(each, str))
         return texts, tuple(each for each in given if isinstance(each, int))
-
-
-def _sequence(completion: Completion) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]:
-    return completion.token_ids, completion.log_probs, "length" if completion.finish_reason == "length" else "stop"

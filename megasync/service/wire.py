@@ -15,7 +15,7 @@ import numpy.typing as npt
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from bridge.generation import TokenScores
+from bridge.generation import Completion, TokenScores
 from engine.driven import Datum
 from engine.objective.token_losses import TOKEN_LOSSES
 from megasync.service.bodies import BadRequestError
@@ -54,7 +54,10 @@ _MESSAGES: dict[str, list[tuple[str, int, str]]] = {
         *(("loss_fn_output_type", 1, "string"), ("loss_fn_outputs", 2, "[ArrayRecord]"), ("metrics", 3, "{double}")),
     ],
     "TopkLogprobs": [("token_ids", 1, "bytes"), ("logprobs", 2, "bytes"), ("k", 3, "uint32"), ("length", 4, "uint32")],
-    "SampledSequence": [("stop_reason", 1, "enum"), ("tokens", 2, "bytes"), ("logprobs", 3, "bytes")],
+    "SampledSequence": [
+        *(("stop_reason", 1, "enum"), ("tokens", 2, "bytes"), ("logprobs", 3, "bytes")),
+        ("topk_sampled_logprobs", 4, "TopkLogprobs"),
+    ],
     "SampleResponse": [
         *(("sequences", 1, "[SampledSequence]"), ("prompt_logprobs", 2, "bytes"), ("topk_prompt_logprobs", 3, "TopkLogprobs")),
     ],
@@ -89,7 +92,6 @@ def _add_field(message: Any, name: str, number: int, kind: str) -> None:
 
 
 MESSAGES = _classes()
-Sampled = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], str]  # tokens, log-probs, stop reason
 
 
 @dataclass(frozen=True)
@@ -217,11 +219,14 @@ def num_sampled(body: bytes) -> int:
     return sum(len(each.tokens) for each in message.sequences) // np.dtype(np.int32).itemsize
 
 
-def sample_response(sequences: Sequence[Sampled], scores: TokenScores | None, num_scored: int | None, num_top: int) -> bytes:
+def sample_response(sequences: Sequence[Completion], scores: TokenScores | None, num_scored: int | None, num_top: int) -> bytes:
     """`scores`: of the prompt from its second token on; the last `num_scored` are returned, None: all."""
     message = MESSAGES["SampleResponse"]()
-    for tokens, log_probs, reason in sequences:
-        message.sequences.add(stop_reason=STOP_REASONS[reason], tokens=tokens.tobytes(), logprobs=log_probs.tobytes())
+    for each in sequences:
+        reason = STOP_REASONS["length" if each.finish_reason == "length" else "stop"]
+        added = message.sequences.add(stop_reason=reason, tokens=each.token_ids.tobytes(), logprobs=each.log_probs.tobytes())
+        if each.top[0].size:
+            _add_top(added.topk_sampled_logprobs, *each.top)
     if scores is None:
         return bytes(message.SerializeToString())
     length = len(scores.log_probs) + 1
@@ -232,6 +237,13 @@ def sample_response(sequences: Sequence[Sampled], scores: TokenScores | None, nu
     if num_top:
         ids, tops = np.zeros((length, num_top), np.int32), np.full((length, num_top), NO_LOG_PROB, np.float32)
         ids[first:], tops[first:] = scores.top_ids[first - 1 :], scores.top_log_probs[first - 1 :]
-        top = message.topk_prompt_logprobs
-        top.token_ids, top.logprobs, top.k, top.length = ids.tobytes(), tops.tobytes(), num_top, length
+        _add_top(message.topk_prompt_logprobs, ids, tops)
     return bytes(message.SerializeToString())
+
+
+def _add_top(message: Any, ids: npt.NDArray[np.int32], log_probs: npt.NDArray[np.float32]) -> None:
+    """Both [places, k]. Tokens that `top_p` and `top_k` leave out have no log-prob."""
+    is_kept = np.isfinite(log_probs)
+    message.token_ids = np.where(is_kept, ids, 0).astype(np.int32).tobytes()
+    message.logprobs = np.where(is_kept, log_probs, NO_LOG_PROB).astype(np.float32).tobytes()
+    message.length, message.k = ids.shape

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from megasync.config.service_section import ServiceConfig
-from megasync.service.calls import CREATING, MOVABLE, SAMPLE, TRAINING
+from megasync.service.calls import CREATING, OVERTAKEN, SAMPLE, TRAINING
 from megasync.service.requests import Request
 
-GATHER_SECONDS = 0.05  # a client's requests take some 10 ms to come, and a pass of one client on a GPU 200 ms
+WAIT_SECONDS = 0.05  # a client's requests take some 10 ms to come, and a pass of one client on a GPU 200 ms
 RECENT_SECONDS = 5.0
-PASSES_WITHOUT_GATHERING = 20  # after one that waited for nobody
+PASSES_WITHOUT_WAITING = 20  # after one that waited for nobody
 
 
 class Work(NamedTuple):
@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 class WorkQueue:
-    """`with_arguments`: reads a request's arguments from the log; `num_slots`: for versions, in the replicas; `gather_seconds`:
+    """`with_arguments`: reads a request's arguments from the log; `num_slots`: for versions, in the replicas; `wait_seconds`:
     how long a pass waits at most for passes of other clients that had one lately; 0 where passes are not shared.
     """
 
@@ -44,12 +44,12 @@ class WorkQueue:
         config: ServiceConfig,
         num_slots: int,
         with_arguments: Callable[[Request], Request],
-        gather_seconds: float,
+        wait_seconds: float,
     ) -> None:
         self._config, self._num_slots, self._with_arguments = config, num_slots, with_arguments
-        self._gather_seconds, self._gather_end, self._num_at_begin = gather_seconds, 0.0, 0  # 0: the oldest pass does not wait
+        self._wait_seconds, self._wait_end, self._num_at_first = wait_seconds, 0.0, 0  # 0: the oldest pass does not wait
         self._last_pass: dict[str, float] = {}  # of each client that had one lately, when it was taken
-        self._passes_without_gathering = 0
+        self._passes_without_waiting = 0
         self._training: deque[Request] = deque()
         self._samples: list[Request] = []
         self._in_flight: set[Request] = set()  # samples that replicas work on
@@ -97,7 +97,7 @@ class WorkQueue:
                     return Work("end")
                 if (work := self._choose(present)) is not None:
                     return work
-                self._changed.wait(max(0.0, self._gather_end - time.monotonic()) if self._gather_end else None)
+                self._changed.wait(max(0.0, self._wait_end - time.monotonic()) if self._wait_end else None)
 
     def fail(self, failure: BaseException) -> None:
         """`next_work` raises it."""
@@ -141,25 +141,25 @@ class WorkQueue:
             return Work("sample", [self._with_arguments(each) for each in own])
         oldest = min(self._samples, key=lambda each: each.number, default=None)
         if self._training and (oldest is None or self._training[0].number < oldest.number):
-            return None if self._gathers() else Work("train", self._take_training())
+            return None if self._waits_for_others() else Work("train", self._take_training())
         if oldest is not None:
             return Work("sync", version=oldest.call.version, slot=self._slot_to_fill(present))
         return None
 
-    def _gathers(self) -> bool:
+    def _waits_for_others(self) -> bool:
         """Whether the oldest request is a pass that waits for those of other clients, so that they are done together."""
         passes = {each.call.scope for each in self._training if each.call.kind == "forward_backward"}
         now = time.monotonic()
         self._last_pass = {scope: at for scope, at in self._last_pass.items() if now - at < RECENT_SECONDS}
-        is_wanted = self._training[0].call.kind == "forward_backward" and not self._passes_without_gathering
+        is_wanted = self._training[0].call.kind == "forward_backward" and not self._passes_without_waiting
         is_complete = len(passes) >= self._config.shared_clients or self._last_pass.keys() <= passes
-        if is_wanted and not is_complete and not self._gather_end:
-            self._gather_end, self._num_at_begin = now + self._gather_seconds, len(passes)
-        if is_wanted and not is_complete and now < self._gather_end:
+        if is_wanted and not is_complete and not self._wait_end:
+            self._wait_end, self._num_at_first = now + self._wait_seconds, len(passes)
+        if is_wanted and not is_complete and now < self._wait_end:
             return True
-        if self._gather_end and len(passes) == self._num_at_begin:
-            self._passes_without_gathering = PASSES_WITHOUT_GATHERING
-        self._gather_end = 0.0
+        if self._wait_end and len(passes) == self._num_at_first:
+            self._passes_without_waiting = PASSES_WITHOUT_WAITING
+        self._wait_end = 0.0
         return False
 
     def _take_training(self) -> list[Request]:
@@ -172,11 +172,11 @@ class WorkQueue:
         taken, every = [first], self._config.checkpoint_every
         if not _is_pass(first):
             return taken
-        self._passes_without_gathering = max(0, self._passes_without_gathering - 1)
+        self._passes_without_waiting = max(0, self._passes_without_waiting - 1)
         before = {first.call.scope}
         for request in list(self._training):
             is_behind = every and request.order // every > first.order // every
-            if is_behind or request.call.kind not in MOVABLE or len(taken) >= self._config.shared_clients:
+            if is_behind or request.call.kind not in OVERTAKEN or len(taken) >= self._config.shared_clients:
                 break
             if request.call.kind == "forward_backward" and request.call.scope not in before:
                 if _is_pass(self._with_arguments(request)):

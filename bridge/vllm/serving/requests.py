@@ -22,6 +22,7 @@ from bridge.generation import (
     NO_ADAPTER,
     NO_EXPERTS,
     NO_SUPPORT,
+    NO_TOP,
     Completion,
     GenerationRequest,
     ScoreRequest,
@@ -70,7 +71,7 @@ async def core_requests(
     with value_errors():
         parameters = sampling_parameters(request, 0, returns_experts=returns_experts)
         if returns_support and request.temperature > 0:
-            parameters.logprobs = min(2 * request.top_k, MAX_LOG_PROBS, size)
+            parameters.logprobs = max(min(2 * request.top_k, MAX_LOG_PROBS, size), request.num_top)
         made = engine.input_processor.process_inputs("", prompt, parameters, supported_tasks=tasks, lora_request=adapter)
     found = []
     for name, sample in samples.items():
@@ -111,6 +112,7 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    is_scored = isinstance(request, ScoreRequest)
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -121,8 +123,8 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
         stop_token_ids=list(request.stop_token_ids),
         stop=list(request.stop),
         ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=request.num_top if isinstance(request, ScoreRequest) else None,
+        logprobs=0 if is_scored else request.num_top,
+        prompt_logprobs=request.num_top if is_scored else None,
         flat_logprobs=True,
         detokenize=bool(request.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -139,7 +141,9 @@ def token_scores(output: Any, num_top: int) -> TokenScores:
     return TokenScores(log_probs[:, 0].copy(), ids[:, 1:].copy(), log_probs[:, 1:].copy())
 
 
-def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = NO_EXPERTS) -> Completion:
+def to_completion(
+    output: Any, marks: Sequence[tuple[int, int]], version: int, routed_experts: Any = NO_EXPERTS, num_top: int = 0
+) -> Completion:
     """From a finished RequestOutput with one sample.
 
     `marks`: up to which token it was made by which version; the rest is `version`'s. vLLM 0.32 stamps outputs by itself.
@@ -154,8 +158,17 @@ def to_completion(output: Any, marks: Sequence[tuple[int, int]], version: int, r
     begin = 0
     for end, former in marks:
         versions[begin:end], begin = former, end
-    support = _support(sample.logprobs, len(tokens))
-    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts, support)
+    if num_top:
+        support, top = NO_SUPPORT, _top(sample.logprobs, firsts, num_top)
+    else:
+        support, top = _support(sample.logprobs, len(tokens)), NO_TOP
+    return Completion(tokens, log_probs, versions, str(sample.finish_reason), routed_experts, support, top)
+
+
+def _top(log_probs: Any, firsts: Sequence[int], num_top: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """See Completion.top: at each place they follow the sampled token."""
+    places = np.array(firsts, np.int64)[:, None] + np.arange(1, num_top + 1)
+    return np.array(log_probs.token_ids, np.int32)[places], np.array(log_probs.logprobs, np.float32)[places]
 
 
 def _support(log_probs: Any, num_tokens: int) -> npt.NDArray[np.int32]:

@@ -232,6 +232,19 @@ def test_every_token_has_the_version_that_the_replica_served() -> None:
     assert [array.dtype.name for array in arrays] == ["int32", "float32", "int32"]
 
 
+def test_the_most_likely_tokens_follow_each_sampled_one() -> None:
+    from vllm.logprobs import FlatLogprobs
+
+    output, log_probs = finished(), FlatLogprobs()
+    for sampled in (5, 6):
+        log_probs.append_fast([sampled, 7, sampled], [-1.5, -0.25, -1.5], iter([2, 1, 2]), [None] * 3)
+    log_probs.append_fast([8], [-9.0], iter([1]), [None])  # behind a stop text
+    output.outputs[0].logprobs = log_probs
+    completion = to_completion(output, [], 3, num_top=2)
+    assert (completion.log_probs.tolist(), completion.support.size) == ([-1.5, -1.5], 0)
+    assert [array.tolist() for array in completion.top] == [[[7, 5], [7, 6]], [[-0.25, -1.5]] * 2]
+
+
 def test_tokens_before_an_update_keep_their_version() -> None:
     assert to_completion(finished(), [(1, 3)], 4).weight_versions.tolist() == [3, 4]
     assert to_completion(finished(), [(0, 2), (1, 3), (2, 4)], 5).weight_versions.tolist() == [3, 4]

@@ -166,8 +166,8 @@ class Client:
             await self.ask("optim_step", adam_params={"learning_rate": 1e-2}),
         ]
 
-    async def sample(self, session: str, seq: int, prompt: list[int]) -> Any:
-        fields = {"sampling_session_id": session, "seq_id": seq, "num_samples": 2, "prompt_logprobs": True}
+    async def sample(self, session: str, seq: int, prompt: list[int], **others: Any) -> Any:
+        fields = {"sampling_session_id": session, "seq_id": seq, "num_samples": 2, "prompt_logprobs": True, **others}
         fields["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": prompt}]}
         fields["sampling_params"] = {"max_tokens": 8, "seed": 1, "stop": []}
         answer = await self.fetch((await self.send("asample", fields))["request_id"])
@@ -178,6 +178,12 @@ class Client:
         model = self.model.replace(":", "_")
         found = self.server.folder / "served/service/models" / model / "weights" / name / "adapter/adapter_model.safetensors"
         return {key: array.tobytes() for key, array in load_file(found).items()}
+
+
+def top_of(message: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Tokens and log-probs of a TopkLogprobs, each [places, k]."""
+    shape = message.length, message.k
+    return np.frombuffer(message.token_ids, np.int32).reshape(shape), np.frombuffer(message.logprobs, np.float32).reshape(shape)
 
 
 def log_probs_of(answer: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -14,24 +14,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.megasync.service.desks import (
+    LENGTH,
+    client,
+    model_body,
+    passes_body,
+    result_of,
+    sample_body,
+    session,
+    start,
+    step_body,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.generation import NO_ADAPTER
-from megasync.config.service_section import ServiceConfig
-from megasync.service import wire
 from megasync.service.calls import SAMPLE, TRAINING, Reader
-from megasync.service.desk import Desk, TooBusyError
-from megasync.service.requests import Request, Result, as_json, error
+from megasync.service.requests import Result, as_json, error
 from megasync.service.journal import Journal, Place
 from megasync.service.bodies import BadRequestError
-
-LENGTH = 5
-
-
-def start(folder: Path, done: int = 0, num_slots: int = 1, gather_seconds: float = 0.0, **config: Any) -> Desk:
-    reader = Reader(("Tiny/Model",), vocabulary_size=128, max_tokens=64, frozen_unembed=False)
-    return Desk(ServiceConfig(**config), Journal(folder / "log.jsonl"), reader, done, num_slots, gather_seconds)
 
 
 def test_clients_of_all_parameters_get_no_adapter() -> None:
@@ -41,48 +41,6 @@ def test_clients_of_all_parameters_get_no_adapter() -> None:
     for flag in ("train_attn", "train_mlp", "train_unembed"):
         with pytest.raises(BadRequestError, match=rf"^lora_config\.{flag} = "):
             reader.read("create_model", model_body("s", **{"train_unembed": True, flag: False}))
-
-
-def result_of(desk: Desk, name: str) -> bytes:
-    _, num_bytes, pieces = desk.result(name)
-    body = b"".join(pieces)
-    assert len(body) == num_bytes
-    return body
-
-
-def session(desk: Desk, key: str = "k") -> str:
-    return desk.submit("create_session", b"{}", key).name
-
-
-def model_body(name: str, **lora: Any) -> bytes:
-    given = {"rank": 4, "train_unembed": False, **lora}
-    return json.dumps({"session_id": name, "model_seq_id": 0, "base_model": "Tiny/Model", "lora_config": given}).encode()
-
-
-def step_body(model: str, seq: int, **adam: float) -> bytes:
-    return json.dumps({"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1, **adam}}).encode()
-
-
-def sample_body(**params: Any) -> bytes:
-    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": params, "base_model": "Tiny/Model"}
-    return json.dumps(body).encode()
-
-
-def passes_body(model: str, seq: int, loss: str = "cross_entropy", **arrays: Any) -> bytes:
-    message = wire.MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
-    tokens = arrays.pop("tokens", np.arange(LENGTH))
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = np.asarray(tokens, np.int32).tobytes()
-    arrays = {"target_tokens": np.arange(LENGTH), "weights": np.ones(LENGTH), **arrays}
-    for name, values in arrays.items():
-        if values is None:
-            continue
-        array = np.asarray(values)
-        array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
-        tensor = datum.loss_fn_inputs[name]
-        tensor.dense, tensor.dtype = array.tobytes(), wire.INT64 if array.dtype.kind == "i" else wire.FLOAT32
-        tensor.shape.extend(array.shape)
-    return bytes(message.SerializeToString())
 
 
 def test_a_repeated_request_is_the_same_one(tmp_path: Path) -> None:
@@ -134,26 +92,6 @@ def test_an_error_of_the_server_is_not_logged(tmp_path: Path) -> None:
     desk.finish_all([(sample, error("the replica died", "server"))])
     assert start(tmp_path).queue.next_work({"": 0}).requests[0].name == sample.name
     assert name
-
-
-def test_samples_and_training_are_in_the_order_of_arrival(tmp_path: Path) -> None:
-    desk = start(tmp_path, max_waiting=3)
-    name = session(desk)
-    body = json.dumps({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "base_model": "Tiny/Model"}).encode()
-    desk.submit("create_model", model_body(name), "")
-    desk.submit("asample", body, "")
-    desk.submit("optim_step", step_body(f"{name}:train:0", 1), "")
-    with pytest.raises(TooBusyError, match=r"service\.max_waiting"):
-        desk.submit("asample", body, "")
-    assert [desk.queue.next_work({"x": 0}).kind, desk.queue.next_work({"x": 0}).kind] == ["train", "sync"]
-    assert desk.queue.next_work({"": 0}).kind == "sample"
-    assert desk.queue.next_work({"": 0}).kind == "train"
-
-
-def client(desk: Desk) -> str:
-    """The name of a model of a new session."""
-    name = session(desk, f"key {len(desk.reader.sessions)}")
-    return desk.submit("create_model", model_body(name), "").call.scope
 
 
 WHOLE = {
@@ -313,134 +251,6 @@ def test_any_bytes_are_refused_or_accepted(kind: str, data: st.DataObject) -> No
         body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     with suppress(BadRequestError):
         reader.read(kind, bytes(body))
-
-
-def versions_sampled(desk: Desk, *names: str) -> list[Any]:
-    """A sample of each is accepted."""
-    own = [json.loads(sample_body(seed=number)) | {"base_model": None, "model_path": name} for number, name in enumerate(names)]
-    return [desk.submit("asample", json.dumps(each).encode(), "") for each in own]
-
-
-def test_samples_of_versions_in_slots_run_beside_each_other(tmp_path: Path) -> None:
-    """A version comes into an empty slot, else into that of the one which was sampled least recently and is idle."""
-    desk = start(tmp_path, num_slots=3)
-    model = client(desk)
-    desk.queue.next_work({})
-    a, b, c, d = (f"tinker://{model}/sampler_weights/{name}" for name in "abcd")
-    present: dict[str, int] = {"": NO_ADAPTER}
-
-    def bring() -> str:
-        work = desk.queue.next_work(present)
-        assert work.kind == "sync"
-        for version in [each for each, slot in present.items() if slot == work.slot]:
-            del present[version]
-        present[work.version] = work.slot
-        return work.version
-
-    requests = versions_sampled(desk, a, b, c)
-    for request, version in zip(requests, (a, b, c), strict=True):
-        assert bring() == version
-        assert desk.queue.next_work(present).requests == [request]
-    assert sorted(present.values()) == [NO_ADAPTER, 0, 1, 2]
-    for request in (requests[1], requests[2]):
-        desk.finish_all([(request, as_json({}))])
-    versions_sampled(desk, d)
-    assert bring() == d and b not in present and a in present, "a is older, but a sample of it runs"
-    (again,) = versions_sampled(desk, c)
-    desk.queue.next_work(present)
-    desk.finish_all([(again, as_json({}))])
-    desk.finish_all([(requests[0], as_json({}))])
-    versions_sampled(desk, b)
-    assert bring() == b and a not in present
-
-
-@settings(max_examples=30, deadline=None)
-@given(num_slots=st.integers(1, 4), versions=st.lists(st.integers(0, 6), min_size=1, max_size=30))
-def test_no_two_versions_share_a_slot(tmp_path_factory: pytest.TempPathFactory, num_slots: int, versions: list[int]) -> None:
-    desk = start(tmp_path_factory.mktemp("desk"), num_slots=num_slots)
-    model = client(desk)
-    desk.queue.next_work({})
-    present: dict[str, int] = {}
-    for version in versions:
-        (request,) = versions_sampled(desk, f"tinker://{model}/sampler_weights/{version}")
-        work = desk.queue.next_work(present)
-        if work.kind == "sync":
-            assert request.call.version not in present and 0 <= work.slot < num_slots
-            assert work.slot not in present.values() or len(present) == num_slots, "empty ones go first"
-            present = {each: slot for each, slot in present.items() if slot != work.slot} | {work.version: work.slot}
-            work = desk.queue.next_work(present)
-        assert work.requests == [request]
-        desk.finish_all([(request, as_json({}))])
-
-
-def passes_that_share(desk: Desk, *accepted: tuple[str, str]) -> list[list[int]]:
-    """Of the requests, kind and model, those that are done at the same time, by their place in the list."""
-    requests = []
-    for number, (kind, model) in enumerate(accepted, 10 + desk._order):
-        given = json.dumps({"model_id": model, "seq_id": number, "path": f"a{number}"}).encode()
-        bodies = {"forward_backward": passes_body(model, number), "optim_step": step_body(model, number)}
-        requests.append(desk.submit(kind, bodies.get(kind, given), ""))
-    found = []
-    while sum(map(len, found)) < len(requests):
-        found.append([requests.index(each) for each in desk.queue.next_work({}).requests])
-    return found
-
-
-def test_passes_of_clients_that_wait_share_one(tmp_path: Path) -> None:
-    desk = start(tmp_path, checkpoint_every=0, shared_clients=3)
-    a, b, c, d = (client(desk) for _ in range(4))
-    for _ in range(4):
-        desk.queue.next_work({})
-    passes, step = "forward_backward", "optim_step"
-    found = passes_that_share(desk, (passes, a), (step, a), (passes, b), (step, c), (passes, c), (passes, d), (passes, a))
-    assert found == [[0, 2, 5], [1], [3], [4, 6]], "each client's own are in order"
-    found = passes_that_share(desk, (passes, a), (passes, b), (passes, c), (passes, d))
-    assert found == [[0, 1, 2], [3]], "as many as may"
-    found = passes_that_share(desk, (passes, a), ("save_weights", b), (passes, c))
-    assert found == [[0], [1], [2]], "it may overwrite weights"
-
-
-def test_a_pass_waits_for_clients_that_had_one_lately(tmp_path: Path) -> None:
-    """For an hour here, as long as one of them is missing. Samples do not wait."""
-    desk = start(tmp_path, checkpoint_every=0, gather_seconds=3600.0)
-    models = [client(desk) for _ in range(3)]
-    for _ in models:
-        desk.queue.next_work({})
-
-    def submit(number: int, seq: int) -> Request:
-        return desk.submit("forward_backward", passes_body(models[number], seq), "")
-
-    first = submit(0, 10)
-    assert desk.queue.next_work({}).requests == [first], "nobody else was here"
-    found, waiting = list[Any](), [submit(1, 11)]
-    thread = threading.Thread(target=lambda: found.append(desk.queue.next_work({}).requests))
-    thread.start()
-    waiting += [submit(2, 12), submit(0, 13)]
-    thread.join(60)
-    assert found == [waiting]
-    submit(1, 14)
-    sample = desk.submit("asample", sample_body(), "s")
-    assert desk.queue.next_work({"": 0}).requests == [sample]
-
-
-@settings(max_examples=50, deadline=None)
-@given(every=st.integers(1, 7), kinds=st.lists(st.tuples(st.sampled_from(["forward_backward", "optim_step"]), st.integers(0, 3))))
-def test_checkpoints_hold_the_first_requests(
-    tmp_path_factory: pytest.TempPathFactory, every: int, kinds: list[tuple[str, int]]
-) -> None:
-    desk = start(tmp_path_factory.mktemp("desk"), checkpoint_every=every)
-    models = [client(desk) for _ in range(4)]
-    for _ in models:
-        desk.queue.next_work({})
-    found = passes_that_share(desk, *((kind, models[number]) for kind, number in kinds))
-    done = list[int]()
-    for group in found:
-        done += group
-        if (len(models) + len(done)) % every == 0:
-            assert sorted(done) == list(range(len(done)))
-    for model in range(4):
-        own = [place for place in done if kinds[place][1] == model]
-        assert own == sorted(own)
 
 
 def test_an_error_of_a_thread_ends_the_main_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
-from tests.megasync.service.served import Client, Server, log_probs_of
+from tests.megasync.service.served import Client, Server, log_probs_of, top_of
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
@@ -61,13 +61,17 @@ async def _sampled(server: Server) -> None:
         sent = await client.ask("save_weights_for_sampler", sampling_session_seq_id=0)
         session = json.loads(await client.fetch(sent))["sampling_session_id"]
         prompt = [5, 6, 7, 8]
-        answer = await client.sample(session, 1, prompt)
-        for sequence in answer.sequences:
+        answer = await client.sample(session, 1, prompt, topk_sample_logprobs=3)
+        for seq, sequence in enumerate(answer.sequences, 2):
             tokens = [*prompt, *np.frombuffer(sequence.tokens, np.int32).tolist()]
             passed = await client.passes("cross_entropy", tokens, forward_only=True)
             own = log_probs_of(await client.fetch(passed))
             np.testing.assert_allclose(np.frombuffer(sequence.logprobs, np.float32), own[3:], atol=1e-4)
             np.testing.assert_allclose(np.frombuffer(answer.prompt_logprobs, np.float32)[1:], own[:3], atol=1e-4)
+            scored = await client.sample(session, seq, tokens, topk_prompt_logprobs=3)
+            sampled_top, scored_top = top_of(sequence.topk_sampled_logprobs), top_of(scored.topk_prompt_logprobs)
+            np.testing.assert_array_equal(sampled_top[0], scored_top[0][len(prompt) :])
+            np.testing.assert_allclose(sampled_top[1], scored_top[1][len(prompt) :], atol=1e-4)
         again = f"tinker://{client.model}/weights/one"
         rounds = []
         for _ in range(2):

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.megasync.service.test_desk import model_body, passes_body, sample_body, session, start, step_body
+from tests.megasync.service.desks import model_body, passes_body, sample_body, session, start, step_body
 
+from bridge.generation import Completion
 from engine.adapters import AdapterSpec
 from megasync.service import wire
 from megasync.service.requests import Result, as_json, error
@@ -21,7 +22,7 @@ def test_sessions_and_steps(tmp_path: Path) -> None:
     lines: list[tuple[int, dict[str, Any]]] = []
     usage = Usage(desk, lambda: {"": 0, "tinker://a": 1}, lambda step, values: lines.append((step, values)))
     passed = Result("protobuf", wire.forward_backward_output([np.zeros(5, np.float32)], {"loss:sum": 1.5}))
-    sampled = wire.sample_response([(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop")] * 2, None, None, 0)
+    sampled = wire.sample_response([Completion(np.zeros(4), np.zeros(4), np.zeros(4))] * 2, None, None, 0)
     done = {
         "create_model": as_json({"model_id": model}),
         "forward_backward": passed,
