@@ -171,7 +171,7 @@ def hit(source: random.Random, kind: str, run: Run) -> None:
         engines = [each for each in processes_with(run.marker) if "EngineCore" in " ".join(each.cmdline())]
         source.choice(engines).send_signal(number)
     elif kind in OF_EPISODES:
-        keepers = [each for each in processes_with(run.marker) if "megasync.workers.subreaper" in " ".join(each.cmdline())]
+        keepers = [each for each in processes_with(run.marker) if "megasync.workers.fork_server" in " ".join(each.cmdline())]
         inner = [each for each in keepers if each.parent() in keepers]  # the process was forked from its keeper
         source.choice(inner if kind == "episodes" else [each for each in keepers if each not in inner]).kill()
     else:

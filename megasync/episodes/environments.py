@@ -11,6 +11,7 @@ a kill. Leaves out spaces: observations and actions are texts.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -157,8 +158,15 @@ def _parts(step: Any) -> tuple[Any, float, bool, dict[str, float]]:
     return observation, _number(reward), bool(is_over), _numbers(info or {})
 
 
-def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in info.items() if isinstance(value, int | float | bool)}
+def _numbers(info: Mapping[Any, Any]) -> dict[str, float]:
+    """The finite numbers in it, also numpy's and tensors without dimensions."""
+    numbers = {}
+    for name, value in info.items():
+        with contextlib.suppress(Exception):  # whatever an object of the user's raises
+            number = value.item() if getattr(value, "ndim", 1) == 0 else value
+            if isinstance(number, int | float):
+                numbers[str(name)] = float(number)
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def _number(reward: Any) -> float:

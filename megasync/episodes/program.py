@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast as _PreTrainedTokenizerFast  # noqa: F401 # takes seconds: once for all forks
 
 from megasync.data.prompts import Prompts
 from megasync.episodes.chat import Completion, Model, Reply

@@ -3,7 +3,7 @@
 failure.py    why a job has no value
 protocol.py   messages between the trainer and a worker
 process.py    one worker as the trainer holds it
-subreaper.py  its parent process: no descendant outlives a worker
+fork_server.py  its parent, which forks it: no descendant outlives a worker
 program.py    the program of a worker
 children.py   the processes that one job starts
 remote.py     workers on other nodes, in actors of Ray

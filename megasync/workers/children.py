@@ -1,4 +1,4 @@
-"""The processes that a job starts: they end with it. Leaves out those of the whole worker (subreaper.py).
+"""The processes that a job starts: they end with it. Leaves out those of the whole worker (fork_server.py).
 
 Python reports the start of a process by an audit event, in the context of the job that starts it; the children that are new after
 it are that job's. Processes that were started in another way, or have left their parent, end once no job runs.

@@ -52,7 +52,7 @@ class WorkerPool:
         self.waiting: deque[Job] = deque()
         self.suspects: deque[list[Job]] = deque()  # each set waits for a worker without other jobs
         self.states: dict[AnyWorker, WorkerState] = {}
-        self.hosts = Hosts(settings.max_workers, settings.answer_timeout_seconds, is_on_cluster=settings.is_on_cluster)
+        self.hosts = Hosts(settings)
         self.max_workers, self._num_lost = sys.maxsize, 0
         self.is_closed = self._is_due = False
         self.depth = settings.concurrency  # jobs that a worker has at most
@@ -292,8 +292,9 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers. From any thread, more than once."""
         self.is_closed = True
-        workers = list(self.states)
-        for worker in workers:
+        remote = [worker for worker in list(self.states) if isinstance(worker, RemoteWorker)]
+        for worker in remote:
             worker.kill()
-        for worker in workers:
+        self.hosts.close()
+        for worker in remote:
             worker.join()

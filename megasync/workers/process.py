@@ -1,9 +1,9 @@
 """One worker process as the trainer holds it: start, send, receive, kill. It runs program.py.
 
-It is a new Python, not a fork: it has nothing of the trainer's (CUDA, Ray, threads, torch) and sees no GPU. The process that is
-started is a subreaper (subreaper.py), which forks the worker and ends all that is below it. Both end with the trainer, however it
-dies: the kernel signals them (PR_SET_PDEATHSIG in man 2 prctl) at the end of the thread that started them, the event loop's.
-Leaves out which job runs where (pool.py).
+It is forked by a fork server (fork_server.py), a new Python that has nothing of the trainer's (CUDA, Ray, threads, torch), sees
+no GPU, and ends all that is below it. When its worker has ended, it forks another one. Both end with the trainer, however it
+dies: the kernel signals them (PR_SET_PDEATHSIG in man 2 prctl) at the end of the thread that started the server, the event
+loop's. Leaves out which job runs where (pool.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
+from io import FileIO
 from typing import Any, Protocol
 
 from megasync.workers.failure import describe_exit, user_frames
-from megasync.workers.protocol import RUNNING, Setup, pack, receive
+from megasync.workers.protocol import RUNNING, STATUS, Setup, pack, receive
 
 PROGRAM = (
     "import json, sys; fields = json.loads(sys.argv.pop()); sys.path[:] = fields[0]; "
-    "from megasync.workers.subreaper import main; main(fields)"
+    "from megasync.workers.fork_server import main; main(fields)"
 )
 # Few malloc arenas: the many threads of episodes would each reserve 64 MiB of a limited address space.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
@@ -42,8 +43,33 @@ class Owner(Protocol):
     def on_end(self, worker: Any, how: str, stack: str) -> None: ...
 
 
+class ForkServer:
+    """A process that forks workers, one at a time. OSError: it cannot be started."""
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        with contextlib.ExitStack() as unused:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.control, theirs = map(unused.enter_context, pair)
+            setup = Setup(list(sys.path), os.getpid(), theirs.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", PROGRAM, json.dumps(setup)],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+                pass_fds=(setup.control,),
+                start_new_session=True,
+            )
+            unused.pop_all()
+        theirs.close()
+
+    def join(self) -> None:
+        """Wait for its end after SIGTERM. From any thread."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(JOIN_SECONDS)
+
+
 class Worker:
-    """Made in the event loop, in which all methods but `kill` and `join` are called.
+    """Made in the event loop, in which all methods are called. Its fork server's end is its own.
 
     Raises:
         OSError: it cannot be started.
@@ -51,26 +77,41 @@ class Worker:
 
     node, is_lost = "", False  # on this machine
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, server: ForkServer, target: str) -> None:
+        """`server`: a free one, which imports the module of `target`, that of Start."""
         self.owner, self.loop = owner, asyncio.get_running_loop()
+        self.server, self._exited = server, self.loop.create_future()
+        self._pid_file: FileIO | None = None  # a pidfd
         self._writer: asyncio.StreamWriter | None = None
         self._unsent = list[tuple[Any, ...]]()
         self._packed = bytearray()
         with contextlib.ExitStack() as unused:
             self._socket, theirs = map(unused.enter_context, socket.socketpair())
             self._notes = unused.enter_context(os.fdopen(os.memfd_create("megasync-worker-notes"), "rb", buffering=0))
-            setup = Setup(list(sys.path), os.getpid(), theirs.fileno(), self._notes.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", PROGRAM, json.dumps(setup)],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | ENVIRONMENT,
-                pass_fds=(setup.socket, setup.notes),
-                start_new_session=True,
-            )
-            self._pid_file = unused.enter_context(os.fdopen(os.pidfd_open(self._process.pid), "rb", buffering=0))
+            socket.send_fds(server.control, [target.encode()], [theirs.fileno(), self._notes.fileno()])
             unused.pop_all()
         theirs.close()
+        server.is_busy = True
+        self.loop.add_reader(server.control, self._on_server)
         self._task = self.loop.create_task(self._run())
+
+    def _on_server(self) -> None:
+        """It has forked the worker, reports its exit code, or has ended itself."""
+        control, data, descriptors = self.server.control, b"", list[int]()
+        with contextlib.suppress(ConnectionError):  # it has ended with a request unread
+            data, descriptors, *_ = socket.recv_fds(control, STATUS.size, 1)
+        has_ended, code = STATUS.unpack(data) if data else (True, self.server.process.wait())
+        if descriptors:
+            os.set_inheritable(descriptors[0], False)
+            self._pid_file = FileIO(descriptors[0])
+        elif not has_ended:  # this process may open no more files
+            self.server.process.terminate()
+        if not has_ended:
+            return
+        self.loop.remove_reader(control)
+        if not data:
+            control.close()
+        self._exited.set_result(code)
 
     async def _run(self) -> None:
         """Hand over its messages and its end."""
@@ -78,17 +119,15 @@ class Worker:
         self._flush()
         async for message in receive(reader):
             self.owner.on_message(self, message)
-        exited = asyncio.Event()
-        self.loop.add_reader(self._pid_file, exited.set)
         self.loop.call_later(HANGUP_SECONDS, self.kill)
-        await exited.wait()
-        self.loop.remove_reader(self._pid_file)
-        how = describe_exit(self._process.wait())
+        how = describe_exit(await self._exited)
+        if self._pid_file is not None:
+            self._pid_file.close()
+        self.server.is_busy = False
         stack = user_frames(os.pread(self._notes.fileno(), MAX_STACK_BYTES, RUNNING.size).decode(errors="replace"))
         self.owner.on_end(self, how, stack)
         self._writer.close()
         self._notes.close()
-        self._pid_file.close()
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Messages of one event-loop iteration are pickled and written together."""
@@ -120,8 +159,7 @@ class Worker:
 
     def kill_with_stack(self) -> None:
         """Kill it once it has written its stack, or after STACK_SECONDS."""
-        if self._process.returncode is None:
-            os.kill(self._process.pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
         self.loop.call_later(POLL_SECONDS, self._kill_once_written, RUNNING.size, self.loop.time() + STACK_SECONDS)
 
     def _kill_once_written(self, former_size: int, deadline: float) -> None:
@@ -134,12 +172,12 @@ class Worker:
             self.loop.call_later(POLL_SECONDS, self._kill_once_written, size, deadline)
 
     def kill(self) -> None:
-        """Kill the worker and all its descendants. From any thread; `on_end` follows."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGTERM)
+        """Kill the worker and all its descendants; `on_end` follows."""
+        if self._pid_file is None:  # it is not forked yet
+            self.server.process.terminate()
+        self._signal(signal.SIGKILL)
 
-    def join(self) -> None:
-        """Wait for the end of a killed worker. From any thread."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(JOIN_SECONDS)
+    def _signal(self, kind: signal.Signals) -> None:
+        if self._pid_file is not None and not self._pid_file.closed:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pid_file.fileno(), kind)

@@ -33,7 +33,6 @@ from megasync.workers.protocol import (
     Ready,
     Reply,
     Request,
-    Setup,
     Start,
     Withdraw,
     pack,
@@ -47,18 +46,19 @@ MAX_UNSENT_SECONDS = 0.02  # the end of a serial job waits at most that long for
 TICK_SECONDS = 0.25  # at most between two notes, while nothing blocks the loop
 
 
-def main(setup: Setup) -> None:
+def main(parent: int, descriptor: int, notes: int) -> None:
+    """`descriptor`: of a socket to the trainer; `notes`: of a file for RUNNING and, behind it, what faulthandler writes."""
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != setup.parent:
+    if os.getppid() != parent:
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
-    for descriptor in (setup.socket, setup.notes):
-        os.set_inheritable(descriptor, False)
-    os.lseek(setup.notes, RUNNING.size, os.SEEK_SET)
-    faulthandler.enable(setup.notes, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, setup.notes, all_threads=False)
-    connection = socket.socket(fileno=setup.socket)
+    for each in (descriptor, notes):
+        os.set_inheritable(each, False)
+    os.lseek(notes, RUNNING.size, os.SEEK_SET)
+    faulthandler.enable(notes, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, notes, all_threads=False)
+    connection = socket.socket(fileno=descriptor)
     with contextlib.suppress(ConnectionError):  # the trainer has hung up
         file = connection.makefile("rb")
         first = read(file)
@@ -66,9 +66,9 @@ def main(setup: Setup) -> None:
             return
         (start,) = first
         if start.is_serial:
-            run_serial(connection, setup.notes, start, iter(partial(read, file), None))
+            run_serial(connection, notes, start, iter(partial(read, file), None))
         else:
-            asyncio.run(Concurrent(connection, setup.notes).run(start))
+            asyncio.run(Concurrent(connection, notes).run(start))
 
 
 def load(start: Start) -> tuple[Any, Ready]:

@@ -22,15 +22,17 @@ LENGTH = struct.Struct("!Q")
 READ_BYTES = 2**16
 # time.monotonic() of the start of the current step, and the number of its job; 0: no job. A serial job is one step.
 RUNNING = struct.Struct("dq")
+# from a fork server: False and 0, with a pidfd of the new worker; then True and its exit code, as subprocess has it
+STATUS = struct.Struct("?i")
+MAX_TARGET_BYTES = 4096
 
 
 class Setup(NamedTuple):
-    """Arguments of a new process, as JSON on its command line."""
+    """Arguments of a new fork server, as JSON on its command line."""
 
     search_path: list[str]  # the trainer's sys.path
     parent: int
-    socket: int  # inherited descriptors
-    notes: int  # a file for RUNNING, followed by the stack that faulthandler writes on SIGUSR1 and in a crash
+    control: int  # an inherited socket
 
 
 class Start(NamedTuple):

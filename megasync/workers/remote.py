@@ -3,7 +3,7 @@
 No port is open for this: messages travel in calls of Ray, which lets in nobody but the run. The actor ends with the run, and the
 worker with the actor. A lost node is the fault of none of its jobs. Leaves out blame (pool.py).
 
-    hosts = Hosts(4, 60.0, is_on_cluster=True)         # in a process that is connected to Ray
+    hosts = Hosts(settings)                            # in a process that is connected to Ray, if is_on_cluster
     worker = hosts.start(owner, hosts.least_loaded(workers))     # a Worker, or a RemoteWorker
 """
 
@@ -21,8 +21,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megasync.workers.process import Owner, Worker
+from megasync.workers.process import ForkServer, Owner, Worker
 from megasync.workers.protocol import pack
+from megasync.workers.settings import PoolSettings
 
 COLLECT_SECONDS = 0.5  # an actor without news answers after that long
 NODES_SECONDS = 5.0  # between two looks at the list of nodes
@@ -48,8 +49,8 @@ class Host:
         self._running = (0.0, 0)
         self._worker: Worker | None = None
 
-    async def start(self, search_path: list[str], folder: str) -> None:
-        """`search_path`, `folder`: of the trainer; the same paths hold on this node.
+    async def start(self, search_path: list[str], folder: str, target: str) -> None:
+        """`search_path`, `folder`: of the trainer; the same paths hold on this node. `target`: as Worker's.
 
         Raises:
             OSError: it cannot be started.
@@ -58,7 +59,7 @@ class Host:
         sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
         with contextlib.suppress(OSError):
             os.chdir(folder)
-        self._worker = Worker(self)
+        self._worker = Worker(self, ForkServer(), target)
 
     async def send(self, data: bytes) -> None:
         if self._worker is not None and self._end is None:
@@ -94,10 +95,10 @@ class Host:
 class RemoteWorker:
     """A Worker on another node."""
 
-    def __init__(self, owner: Owner, node: str, limit_seconds: float) -> None:
+    def __init__(self, owner: Owner, node: str, target: str, limit_seconds: float) -> None:
         """An actor that does not answer for `limit_seconds` is lost."""
         self.owner, self.node, self.loop, self.is_lost = owner, node, asyncio.get_running_loop(), False
-        self._limit_seconds, self._running = limit_seconds, (0.0, 0)
+        self._target, self._limit_seconds, self._running = target, limit_seconds, (0.0, 0)
         self._to_send = list[tuple[Any, ...]]()
         self._is_started = self._is_sending = self._is_over = False
         self._ray = ray = _ray()
@@ -109,7 +110,7 @@ class RemoteWorker:
     async def _receive(self) -> None:
         """Start the worker; hand over its messages and its end."""
         try:
-            await self._actor.start.remote(list(sys.path), str(Path.cwd()))
+            await self._actor.start.remote(list(sys.path), str(Path.cwd()), self._target)
             self._is_started = True
             self._send_soon()
             while not self._is_over:
@@ -180,7 +181,7 @@ class RemoteWorker:
             self._killing.append(self._actor.kill.remote(with_stack=False))
 
     def join(self) -> None:
-        """As Worker's."""
+        """Wait for the end of a killed worker. From any thread."""
         if not self._is_over and self._ray.is_initialized():
             self._ray.wait(self._killing, num_returns=len(self._killing), timeout=JOIN_SECONDS)
             self._ray.kill(self._actor)
@@ -194,9 +195,10 @@ def _ray() -> Any:
 class Hosts:
     """The machines where workers are started: this one, or spread over the nodes of Ray, at most `max_workers` on each."""
 
-    def __init__(self, max_workers: int, answer_timeout_seconds: float, *, is_on_cluster: bool) -> None:
-        self.max_workers, self.answer_timeout_seconds, self._own = max_workers, answer_timeout_seconds, ""
-        self._nodes, self._looked = [""], float("-inf") if is_on_cluster else float("inf")
+    def __init__(self, settings: PoolSettings) -> None:
+        self.max_workers, self.answer_timeout_seconds, self._own = settings.max_workers, settings.answer_timeout_seconds, ""
+        self._target, self.servers = settings.start.target, list[ForkServer]()  # on this machine
+        self._nodes, self._looked = [""], float("-inf") if settings.is_on_cluster else float("inf")
 
     def least_loaded(self, workers: Iterable[Worker | RemoteWorker]) -> str | None:
         """The node with the fewest of these workers; the name of this one is empty. None: all are full."""
@@ -210,7 +212,21 @@ class Hosts:
 
     def start(self, owner: Owner, node: str) -> Worker | RemoteWorker:
         """OSError: it cannot be started."""
-        return RemoteWorker(owner, node, self.answer_timeout_seconds) if node else Worker(owner)
+        if node:
+            return RemoteWorker(owner, node, self._target, self.answer_timeout_seconds)
+        self.servers = [server for server in self.servers if server.process.poll() is None]
+        free = next((server for server in self.servers if not server.is_busy), None)
+        if free is None:
+            self.servers.append(free := ForkServer())
+        return Worker(owner, free, self._target)
+
+    def close(self) -> None:
+        """End the fork servers of this machine, with their workers. From any thread."""
+        servers = list(self.servers)
+        for server in servers:
+            server.process.terminate()
+        for server in servers:
+            server.join()
 
     def look_again(self) -> None:
         """A node may be gone."""

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import random
 import re
 import secrets
 import signal
@@ -17,6 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megasync.episodes.task import Result, Task
 from examples.clients import openai_client
@@ -191,6 +194,16 @@ async def with_a_tool(task: Task, model: Any) -> Result:
         ids += (await model.complete(ids)).token_ids
         ids += model.encode(await model.call(deed, kind) if turn == 1 else "=5")
     return Result(1.0, {"length": len(ids)})
+
+
+_played = {"num": 0}
+
+
+async def draws(task: Task, model: Any) -> Result:
+    """Two random numbers, and how many episodes this module has seen; then the deed that the prompt says."""
+    _played["num"] += 1
+    deed(task.prompt.partition(":")[0])
+    return Result(random.random(), {"numpy": np.random.random(), "num": _played["num"]})
 
 
 _crowd = {"size": 0}

@@ -11,7 +11,7 @@ import psutil
 
 from megasync.rewards.functions import RewardInput
 
-WORKER = "megasync.workers.subreaper"  # the subreaper's command, and that of the worker which it forks
+WORKER = "megasync.workers.fork_server"  # in the command of the fork server, and of its workers
 CASES = "tests.megasync.rewards.reward_cases"
 
 

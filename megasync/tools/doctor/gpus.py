@@ -17,7 +17,7 @@ from megasync.launch.machine import Finding
 QUERY = "index,name,uuid,memory.total,memory.used,driver_version"
 MIN_DRIVER = {11: 450, 12: 525, 13: 580}  # of each CUDA major (CUDA release notes, minor version compatibility)
 BUSY_SHARE = 0.05  # of a GPU's memory; the driver itself takes less
-WORKER = re.compile(r"megasync\.train\b|megasync\.workers\.subreaper\b|ray::(TrainerRank|Replica|Host)\b|VLLM::")
+WORKER = re.compile(r"megasync\.train\b|megasync\.workers\.fork_server\b|ray::(TrainerRank|Replica|Host)\b|VLLM::")
 LAUNCHER = re.compile(r"megasync\.(submit|launch\.torchrun|launch\.driver)\b")  # whose commands name megasync.train, too
 
 

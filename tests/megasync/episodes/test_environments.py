@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megasync.config.errors import ConfigError
 from megasync.episodes.environments import play
@@ -34,6 +37,17 @@ def test_gymnasiums_manner_is_played_to_its_end() -> None:
     result = asyncio.run(play(Guess(Task("", (1,), "2")), Task("Guess.", (1,), "2", seed=7), reported))
     assert (result.reward, result.metrics, result.info) == (1.0, {"left": 0.0}, {"turn_rewards": [0.0, 1.0, 0.0]})
     assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(reported)[0] and texts(reported)[-1].count("user\nno") == 2
+
+
+def test_finite_numbers_of_any_kind_in_an_environments_info_are_logged() -> None:
+    """Gymnasium's environments return numpy's, and NaN where a figure is not defined; that is no failure of the episode."""
+    numbers = {"a": np.int64(3), "b": np.float32(0.5), "c": np.bool_(True), "d": np.array(2.0), "é数": 5, 7: True}
+    numbers["e"] = torch.tensor(1.5)
+    others = {"nan": math.nan, "inf": np.float64("inf"), "big": 10**400, "list": [1], "array": np.ones(1), "text": np.str_("5")}
+    others |= {"complex": np.complex64(1 + 2j), "texts": np.array("5"), "none": None}
+    environment = SimpleNamespace(reset=lambda: "?", step=lambda _: ("", np.float32(0.5), True, False, numbers | others))
+    result = asyncio.run(play(environment, Task("Guess.", (1,), "2"), model("1")))
+    assert (result.reward, result.metrics) == (0.5, {"a": 3.0, "b": 0.5, "c": 1.0, "d": 2.0, "é数": 5.0, "7": 1.0, "e": 1.5})
 
 
 def test_skyrl_gyms_environment_is_played_as_it_comes() -> None:

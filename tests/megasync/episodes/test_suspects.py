@@ -133,6 +133,20 @@ def test_only_the_guilty_of_many_in_a_process_fail(folder: str, name: str, kinds
     assert len(kinds) < len(ends) <= len(kinds) * 8
 
 
+def test_processes_that_die_are_replaced_by_forks_of_one_that_has_imported_everything(folder: str) -> None:
+    """Many are guilty, and each death costs milliseconds. A fork has its own random numbers and its own user's modules."""
+    pool = pool_of(folder, episode=f"{EPISODES}:WithADeed", episode_timeout_seconds=60.0)
+    ends, guilty = watched(pool), ["is killed"] * 8
+    (seen,) = play(pool, among(128, *guilty))
+    assert sorted(name for name, ended in seen.items() if ended.failure) == [f"is killed:{place}" for place in range(8)]
+    assert len(ends) > 16 and len(pool.workers.hosts.servers) == 1
+    pool = pool_of(folder, episode=f"{EPISODES}:draws", episode_concurrency=1)
+    steps = play(pool, *([f"good:{step}", f"is killed:{step}"] for step in range(3)))
+    good = [ended for step in steps for ended in step.values() if ended.failure is None]
+    assert len({ended.reward for ended in good}) == len({ended.metrics["numpy"] for ended in good}) == 3
+    assert {ended.metrics["num"] for ended in good} == {1.0} and len(pool.workers.hosts.servers) == 1
+
+
 def test_they_are_found_at_every_step_and_soon_where_a_step_of_theirs_was_noted(folder: str) -> None:
     pool = pool_of(folder, episode_timeout_seconds=60.0)
     ends = watched(pool)

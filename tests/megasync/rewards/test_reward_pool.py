@@ -124,7 +124,7 @@ def test_long_responses() -> None:
 def test_a_process_is_ready_soon_and_without_torch() -> None:
     """In less than half a second of its own time."""
     heavy = "{'torch', 'ray', 'vllm', 'pydantic', 'numpy'} & set(sys.modules)"
-    code = f"import sys; import megasync.rewards.program, megasync.workers.subreaper, megasync.workers.program; print({heavy})"
+    code = f"import sys; import megasync.rewards.program, megasync.workers.fork_server, megasync.workers.program; print({heavy})"
     begin = os.times()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     end = os.times()
