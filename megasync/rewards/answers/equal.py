@@ -26,6 +26,9 @@ INDEX = re.compile(r"_\{?\d\}?\Z")
 IS_IN = "\\in\\mathbb"
 RESIDUE = re.compile(r"(?P<name>[A-Za-z]\s?\\equiv\s?)?(?P<value>\d+)\s*\(?\s*\\?[pb]?mod\s*\{?\s*(?P<modulus>\d+)\s*\}?\s*\)?")
 
+LINEAR = re.compile(r"(?P<name>[A-Za-z])\s?=\s?(?P<modulus>[1-9]\d*)\s?(?P<free>(?!(?P=name))[a-z])\s?(?P<value>[+-]\s?\d+)"
+                    r"(?:\s?[,(]?\s?(?P=free)\s?\\in\s?\\mathbb\{Z\}\)?)?")  # fmt: skip
+
 
 def same_text(gold: str, answer: str) -> bool:
     """Whether both, in one spelling, are the same text, which is not empty."""
@@ -131,6 +134,10 @@ def _same_residue(gold: str, answer: str) -> bool | None:
     if ours and theirs:
         return ours["modulus"] == theirs["modulus"] and int(ours["value"]) == int(theirs["value"])
     found, other = ours or theirs, answer if ours else gold
+    if found is not None and found["name"] and (linear := LINEAR.fullmatch(other)) is not None:
+        difference = int(linear["value"].replace(" ", "")) - int(found["value"])
+        is_same = linear["modulus"] == found["modulus"] and difference % int(found["modulus"]) == 0
+        return found["name"][0] == linear["name"] and is_same
     if found is None or found["name"] or int(found["value"]) >= int(found["modulus"]):
         return None
     return _same(found["value"], other)
@@ -142,7 +149,8 @@ def _same_base(gold: str, answer: str) -> bool | None:
         return None
     if ours is None or theirs is None:
         plain, other = (gold, theirs) if ours is None else (answer, ours)
-        return other is not None and other[1] == "10" and _same(plain, other[0])
+        is_said = theirs is not None and "base" in answer  # the question says which, so that the data may leave it out
+        return other is not None and (other[1] == "10" or is_said) and _same(plain, other[0])
     return ours == theirs
 
 

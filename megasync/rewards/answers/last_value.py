@@ -29,7 +29,7 @@ CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
 IN_CJK = re.compile(f"[{CJK}]")
 TOKEN = re.compile(
-    r"\$\d[\d,]*(?:\.\d+)?(?=[\s.,;:!?)*]|\Z)|\$\$[^$]{1,500}\$\$|\$[^$\n]{1,500}\$\S{0,20}|\\\(.{1,500}?\\\)\S{0,20}|\\\[.{1,500}?\\\]"
+    r"\$\d[\d,]*(?:\.\d+)?(?=[\s,;:!?)*]|\.(?!\d)|\Z)|\$\$[^$]{1,500}\$\$|\$[^$\n]{1,500}\$\S{0,20}|\\\(.{1,500}?\\\)\S{0,20}|\\\[.{1,500}?\\\]"
     r"|[(\[](?![^()\[\]]{0,200}[A-Za-z]{3})[^()\[\]\n]{1,200}[)\]]\S{0,20}|\S+"
 )
 WORD = re.compile(r"[^\W\d_]{2,}")
@@ -70,6 +70,9 @@ CLAUSE = re.compile(
 )
 FRAME = re.compile(r"\\[\[\]]|\\(?:begin|end)\{[a-z]+\*?\}|\$\$")
 YES_NO = re.compile(r"(?:\\text\s?\{)?(yes|no|true|false)(?=\s?[,.;:!–—])", re.IGNORECASE)
+OF_LETTER = re.compile(  # behind a value or a name, as in "for every integer $k$" and "the required value of $y$"
+    r" (?:of|for)(?: (?:all|any|every|each|some|an?))?(?: [a-z]+){0,2} \$[A-Za-z]\$(?=\W*\Z)"
+)
 
 
 def unmarked(text: str) -> str:
@@ -90,13 +93,13 @@ def last_value(text: str, *, is_prose: bool = False) -> str:
     num_cjk = len(IN_CJK.findall(re.sub("[或和与且]", "", text)))
     is_foreign = num_cjk > (4 if re.match(r"[-\d\\$.]", text) else 0) or SCRIPT.search(text) is not None
     is_cjk_prose = re.search(r"\d", text) is not None and is_foreign
-    if not re.search(r"\d", text) and (said := YES_NO.match(text)):
+    if not re.search(r"\d", text) and (said := YES_NO.match(text)) is not None:
         return said[1]
     if not (is_prose or is_cjk_prose) or ("\\begin" in text and not words):
         return text
     for line in reversed(text.splitlines()):
         sentences = re.split(r"(?<=[^\s\d])[.!?]\s+(?!\\\])|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
-        for sentence in reversed(sentences):
+        for sentence in (OF_LETTER.sub("", each) for each in reversed(sentences)):
             if not MATH.search(sentence) or FRAME.fullmatch(sentence):
                 continue
             if (said := CJK_SAID.search(sentence)) is not None and not re.search(r"\d", sentence):

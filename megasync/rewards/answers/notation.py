@@ -100,17 +100,15 @@ def notation(text: str) -> Notation:  # noqa: PLR0911 - one return a notation
         text = ("[" if french[1] == "[" else "(") + french[2] + ("]" if french[3] == "]" else ")")
     parts = split(text)
     if len(parts) > 1:
-        return Notation(
-            "list", tuple(each for part in parts for each in (_both_signs(part).parts if BOTH_SIGNS.search(part) else (part,)))
-        )
+        return Notation("list", _all_signs(parts))
     if text.startswith("\\{") and text.endswith("\\}") and closing(text, 1) == len(text) - 1:
         inner = text[2:-2].strip()
-        return Notation("one", (text,)) if re.search(r"\\mid|\||:", inner) else Notation("set", tuple(_inner_parts(inner)))
+        return Notation("one", (text,)) if re.search(r"\\mid|\||:", inner) else Notation("set", _all_signs(_inner_parts(inner)))
     if text[:1] in ("(", "[") and closing(text, 0) == len(text) - 1 and len(parts := _inner_parts(text[1:-1])) > 1:
         return Notation("tuple", tuple(parts), text[0] + text[-1])
     if len(parts := re.split(r"\s*\\cup(?![A-Za-z])\s*", text)) > 1:
         return Notation("union", tuple(parts))
-    if BOTH_SIGNS.search(text) and "=" not in text:
+    if BOTH_SIGNS.search(text) and "=" not in text and "\\{" not in text:
         return _both_signs(text)
     return Notation("one", (text,))
 
@@ -137,6 +135,10 @@ def _both_signs(text: str) -> Notation:
     upper = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
     lower = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))
     return Notation("list", tuple(part.strip().removeprefix("+").strip() for part in (upper, lower)))
+
+
+def _all_signs(parts: list[str]) -> tuple[str, ...]:
+    return tuple(each for part in parts for each in (_both_signs(part).parts if BOTH_SIGNS.search(part) else (part,)))
 
 
 def number(text: str) -> Number | None:  # noqa: PLR0911 - one return a form

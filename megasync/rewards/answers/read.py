@@ -9,11 +9,12 @@ r"""The answer in a response: which part of a text counts, whatever form it has.
 2. The last <answer>...</answer> that closed (also <final_answer>, [ANSWER], <|begin_of_box|>, <|begin_of_solution|>), read by the
    rules below. An empty one has no answer, nor has one that is cut off, but for a complete \boxed in it.
 3. The last line, where it begins with ####.
-4. The last \boxed{...} or \fbox{...} that closed; several that "and", "or" or a comma join are the parts of one answer.
+4. The last \boxed{...} or \fbox{...} that closed, be it by the $ of its formula; several that "and", "or" or a comma join are the
+   parts of one answer.
 5. What follows the last "the answer is", "answer:", "答案是", "答：" or the like, up to the end of the sentence or line, unless
    it is denied ("the answer cannot be 7"), or the last "answer" or "result" of JSON, whichever comes later.
-6. A text that is nothing but a value. Else the only text in bold of the last line, where it is a value. Else the last number,
-   formula or list in it with its unit, or the sentence where a word before it denies it ("not", "than"); words
+6. A text that is nothing but a value. Else the only text in bold of the last line, where it is a value or the line. Else the
+   last number, formula or list in it with its unit, or the sentence where a word before it denies it ("not", "than"); words
    where there is none.
    From 5 on, words in parentheses behind a value and a last paragraph that only comments ("Note: ...") are left out.
 
@@ -30,6 +31,7 @@ import json
 import re
 
 from megasync.rewards.answers.last_value import DENIED, MATH, MONTHS, NOT_EQUAL, last_value, unmarked
+from megasync.rewards.answers.notation import BASES
 from megasync.rewards.answers.tidy import ASIDE
 from megasync.rewards.answers.units import canonical
 
@@ -53,11 +55,12 @@ FINAL_LINE = re.compile(r"\s*####(?!#)(.*)")
 BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox|bbox(?:\[[^\]\n]{0,99}\])?)\s{0,9}|(?<![A-Za-z\\])boxed)(?P<braced>\{)"
                  r"|\\(?:boxed|fbox)\s{0,9}(?P<bare>\\[dt]?frac\{[^{}]{1,99}\}\{[^{}]{1,99}\}|[^\s{}$\\]+)"
                  r"|\\(?:boxed|fbox)|\\.|[{}]", re.DOTALL)  # fmt: skip
+DOLLAR = re.compile(r"(?<!\\)\$(?!\d[\d,.]*(?:[\s);:!?]|\Z))")  # of a formula, not of a price
 BETWEEN_BOXES = re.compile(
     r"(?:\\text\s?\{|[\s$.}]|\\[()\[\]])*(?:(?:[,;&、]|,?\s*\b(?:and|or)\b|和|或|\\quad)(?:[\s$}]|\\[()\[\]])*)*(?:[A-Za-z]\s?=\s?)?"
 )
 PHRASE = re.compile(
-    r"\b(?:ans(?:wers?)?|(?:correct|right|best)\s(?:option|choice))\b(?!\s*(?:key|sheet|as)\b)[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=]|(?<=answer)\s[-–—→]+(?=\s))|(?:\A|\n)[^\w\n]*ans(?:wer)?\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
+    r"\b(?:ans(?:wers?)?|(?:correct|right|best|final)\s(?:option|choice))\b(?!\s*(?:key|sheet|as)\b)[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=]|(?<=answer)\s[-–—→]+(?=\s))|(?:\A|\n)[^\w\n]*ans(?:wer)?\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
     r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?(?:是|为)?[:：]?(?=[\s*(（]{0,4}[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
     r"|\b(?:pick|choose|select)(?=\s(?:option\s|choice\s)?[(*]{0,3}[A-H][)*]{0,3}(?:\s*(?:[.;:!\n]|\Z)|,?\s(?:because|since|as)\b))|(?:答え|정답)\s?(?:は|은|[:：])",
     re.IGNORECASE,
@@ -70,7 +73,7 @@ AFTER_PHRASE = re.compile(
 NO_VALUE = re.compile(r"(?:correct|right|helpful|clear|verified|confirmed|found|given)\b(?!\s*\d)", re.IGNORECASE)
 SENTENCE_END = re.compile(
     r"\.(?=\**(?:\s|\Z))|[。！？]|[!?](?=\s|\Z)|\s(?:because|since|which|where|when|as|so|not)\s|,\s*(?:because|since|which|so|not|as|but)\s"
-    r"|(?<=[\d}$)%*]),\s(?!(?:and|or|x|y)\b)[a-z]{2,}\s|;\s[a-z]{3,}\s|\s(?:instead|rather)\s"
+    r"|(?<=[\d}$)%*]),\s(?!(?:and|or|x|y)\b)[a-z]{2,}\s|;\s[a-z]{3,}\s|\s(?:instead|rather)\s|[,，]\s?也就是"
     r"|(?<=\S),?\s(?:or|that is|i\.e\.)?,?\s?(?:approximately|about|roughly)\s"
 )
 DISPLAY = re.compile(r"\$\$([^$]{1,2000})\$\$|\\\[(.{1,2000}?)\\\]", re.DOTALL)
@@ -85,17 +88,25 @@ OPENING_WORD = re.compile(  # of a text that is more than a value
     r"|text|frac|sqrt|boxed|left|begin|pi|binom|room|day|option|choice|case)\b)(?<!\\)(?<!\$)[^\W\d_]{3,}(?![\w(])[^=\n]*\s",
     re.IGNORECASE,
 )
-BASE_AFTER_BOX = re.compile(r"_\{?\d+\}?")
+BASE_AFTER_BOX = re.compile(rf"(_\{{?|\$?\s\(?(?:in )?base[ -])([2-9]|[1-3]\d|{'|'.join(BASES)})(?![\w-])")
 UNIT_AFTER_BOX = re.compile(r"\$?\s{0,3}(?:\\text\s?\{\s?)?([A-Za-z]+)\}?\$?\s{0,3}(?=[.,;!?\n]|\Z)")
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 NOT_BUT = re.compile(r"\bnot\s[^.\n]{1,40}?\sbut\s(?:rather\s)?|不是[^。\n]{1,20}?而是", re.IGNORECASE)
 COMMENT = re.compile(  # how a last paragraph begins that only comments
     r"\W*(?:(?:note|explanation|verification|check|remark|justification|reason|注|说明|检验|验证|解析)[*_]*[:：]"
+    r"|if \w+ (?:were|had)\b(?!.*\bso\b)(?:[^.;\n]|\.\d){0,300}\bwould\b(?:[^.;\n]|\.\d){0,300}\.?\Z"  # a single sentence
     r"|(?:note that|let me know|(?:i )?hope|(?:we can |to )(?:verify|check)|feel free)\b)",
     re.IGNORECASE,
 )
 CONCLUSION = re.compile(r"\b(?:thus|hence|therefore|so the)\b|答", re.IGNORECASE)
 CALCULATION = re.compile(r"<<[^<>\n]{0,200}=[^<>\n]{0,40}>>")  # GSM8K's, before its result
+CHINESE_DIGITS = "零一二三四五六七八九两十百千"
+DIGIT = "[一二三四五六七八九两]"
+CHINESE_NUMERAL = f"({DIGIT}?[百千]|{DIGIT}百(?:零{DIGIT}|{DIGIT}十{DIGIT}?)|{DIGIT}?十{DIGIT}?|{DIGIT})"
+CHINESE_FRACTION = re.compile(  # that is the whole number: no mixed one, negative one, decimal or factor
+    r"(?:\A|(?<=[\n。:：=是为占剩了得到约])|(?<=等于)|(?<=[是为占：:=]\s)|(?<=[长数量程部来]的)|(?<=[剩余]下)|(?<=[还只]有))"
+    rf"{CHINESE_NUMERAL}分之{CHINESE_NUMERAL}(?=\s*(?:[，,。.；;！!)*]|\Z))"
+)
 MAX_READ = 20_000  # characters, from the end, where a value is looked for among words
 
 
@@ -113,6 +124,17 @@ def read_answer(text: str, *, in_thinking: bool = False) -> str | None:
     if is_cut:
         return _last_boxes(tagged)[0]
     return _untagged(body if tagged is None else tagged) or None
+
+
+def _chinese(numeral: str) -> int:
+    """A numeral below 10,000, as 二百零五."""
+    total, digit = 0, 0
+    for character in numeral:
+        if (power := CHINESE_DIGITS.index(character) - 10) > 0:
+            total, digit = total + (digit or 1) * 10**power, 0
+        else:
+            digit = power + 10 if power else 2
+    return total + digit
 
 
 def after_thinking(text: str, *, in_thinking: bool = False) -> str | None:
@@ -151,6 +173,7 @@ def _untagged(text: str) -> str:
     if PLAIN.fullmatch(text):
         return text
     text = text[-MAX_READ:].translate({ord("（"): "(", ord("）"): ")"})
+    text = CHINESE_FRACTION.sub(lambda found: f"{_chinese(found[2])}/{_chinese(found[1])}", text)
     head, _, last = text.rpartition("\n\n")
     if head and COMMENT.match(last) and not CONCLUSION.search(last):
         text = head
@@ -163,8 +186,8 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
     r"""What the last \boxed holds, or the last few that are joined; whether there is any, be it cut off."""
     found: list[tuple[int, int, str]] = []
     opened: list[tuple[int, int] | None] = []  # where a box and its content begin; None: another brace
-    is_there = False
-    for mark in BOX.finditer(text or ""):
+    text, is_there = text or "", False
+    for mark in BOX.finditer(text):
         is_there = is_there or mark[0].startswith(("\\boxed", "\\fbox", "boxed"))
         if mark["braced"]:
             opened.append((mark.start(), mark.end()))
@@ -175,21 +198,30 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
         elif mark[0] == "}" and opened and (box := opened.pop()) is not None:
             while found and found[-1][0] > box[0]:  # nested in this one
                 found.pop()
-            found.append((box[0], mark.end(), text[box[1] : mark.start()]))  # type: ignore[index]
+            found.append((box[0], mark.end(), text[box[1] : mark.start()]))
+    if opened and (box := opened[-1]) is not None and not (found and found[-1][0] > box[0]):
+        found += _closed_by_dollar(text, *box)
     if not found:
         return None, is_there
     begin, end, content = found.pop()
-    contents = [content.strip() + (_unit_after(text, end) if PLAIN.fullmatch(content.strip()) else "")]  # type: ignore[arg-type]
-    while found and len(gap := text[found[-1][1] : begin]) < 40 and BETWEEN_BOXES.fullmatch(gap):  # type: ignore[index]
+    contents = [content.strip() + (_unit_after(text, end) if PLAIN.fullmatch(content.strip()) else "")]
+    while found and found[-1][1] <= begin and len(gap := text[found[-1][1] : begin]) < 40 and BETWEEN_BOXES.fullmatch(gap):
         begin, _, content = found.pop()
         contents.insert(0, content.strip())
     return ", ".join(dict.fromkeys(contents)), True
 
 
+def _closed_by_dollar(text: str, begin: int, inner: int) -> list[tuple[int, int, str]]:
+    r"""The box that ends with its formula, as in $\boxed{12$; `inner`: where its content begins. Empty: no formula ends there."""
+    before, rest = text[:begin].rpartition("\n")[2], text[inner:].partition("\n")[0]
+    is_in_formula = len(DOLLAR.findall(before)) % 2 == 1 and "$" in rest
+    return [(begin, inner + rest.index("$"), rest.partition("$")[0])] if is_in_formula else []
+
+
 def _unit_after(text: str, end: int) -> str:
     """The base that follows a number's box, or the unit that ends its sentence or line; empty: another word follows, or none."""
     if (base := BASE_AFTER_BOX.match(text, end)) is not None:
-        return base[0]
+        return f"_{base[2]}" if base[1][0] == "_" else f" (base {base[2]})"
     word = UNIT_AFTER_BOX.match(text, end)
     return f" {word[1]}" if word is not None and canonical(word[1]) is not None else ""
 
@@ -229,9 +261,9 @@ def _json_value(text: str) -> str:
 
 
 def _last_bold(text: str) -> str:
-    """The only bold text of the last line, where it is a number or a formula, or a word that something "is"; else empty."""
+    """The only bold text of the last line, where it is a number or a formula, a word that something "is", or the line."""
     bold = BOLD.fullmatch(text.rpartition("\n")[2])
     if bold is None or NOT_EQUAL.search(bold[1].rstrip()) or DENIED.match(bold[3].strip()):
         return ""
-    is_said = re.search(r"\b(?:is|are|was|be|on|has|have)(?: an?)? \Z|[是为的]\s?\Z", bold[1]) is not None
+    is_said = re.search(r"\b(?:is|are|was|be|on|has|have)(?: an?)? \Z|[=是为的]\s?\Z|\A\Z", bold[1]) is not None
     return last_value(bold[2]) if is_said or MATH.search(bold[2]) else ""

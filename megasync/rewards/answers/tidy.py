@@ -35,7 +35,9 @@ COMMANDS = {  # LaTeX's: one spelling of those of one meaning
     **dict.fromkeys(("displaystyle", "textstyle", "checkmark", "limits", "nolimits"), ""),
     **dict.fromkeys(("large", "Large", "LARGE", "huge", "Huge", "bf", "rm"), ""),
 }  # fmt: skip
-SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+         "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")  # fmt: skip
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 NUMERAL = (  # 42 in words
     "(?i:(?:and|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
     r"|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million)[\s-]?)+"
@@ -54,6 +56,10 @@ ASIDE = re.compile(
     r"(?=[^()\n]{0,300}(?:(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|mod|lim|max|min|sqrt|pi|alpha|beta|gamma|delta|theta|lambda|phi)\b)"
     r"[A-Za-z]{3}|[\u4e00-\u9fff]))[^()\n]{0,300}\)|\((?=[\u4e00-\u9fff])[^()\n]{0,300}\))|(?<=[\u4e00-\u9fff])\(即[^()\n]{0,300}\)"
 )
+MONEY = (
+    r"([¤€£¥₹])\s*((?:\d{1,3}(?: \d{3})+(?!\d)|\d[\d,\x01]*)(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})"
+    r"(\s*(?:hundred|thousand|million|billion|trillion)\b|[KMB]\b)?"
+)
 QUANTIFIER = (  # for all real x
     r",?\s(?:for|where|with) (?:[a-z] (?:is|=) )?(?:all|any|every|each|some|an?) "
     r"(?:real |positive |nonzero |natural |integers? |numbers? |constants? )*[a-z]?"
@@ -69,6 +75,12 @@ def _root(found: re.Match[str]) -> str:
 def _chosen(kind: str, among: str, num: str) -> str:
     """Combinations, and permutations by P or A."""
     return f"\\binom{{{among}}}{{{num}}}" + ("" if kind == "C" else f" {num}!")
+
+
+def _numeral(found: re.Match[str]) -> str:
+    """A number below 100 in words."""
+    tens, ones = (found[1] or "").lower(), (found[2] or found[3] or "zero").lower()
+    return str((10 * TENS.index(tens) + 20 if tens else 0) + SMALL.index(ones))
 
 
 REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
@@ -113,15 +125,13 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
         (r"\\\{\s*\\\}", r"\\emptyset "),
         (r"[\"]|``|''", ""),
-        (
-            r"([¤€£¥₹])\s*(\d[\d,\x01]*(?:\.\d+)?|\.\d+|\\frac\{\d+\}\{\d+\})(\s*(?:hundred|thousand|million|billion|trillion)\b|[KMB]\b)?",
-            r"\2\3 \1",
-        ),
+        (MONEY, r"\2\3 \1"),
         (r"(?<=\d)\s?([KMB])(?= ¤)", lambda found: {"K": " thousand", "M": " million", "B": " billion"}[found[1]]),
-        (rf"\A\s*(?i:{'|'.join(SMALL)})[\s.]*\Z", lambda found: str(SMALL.index(found[0].strip(" .").lower()))),
+        (rf"(?i)\A\s*(?:({'|'.join(TENS)})(?:[\s-]?({'|'.join(SMALL[1:10])}))?|({'|'.join(SMALL)}))[\s.]*\Z", _numeral),
         (r"(?i)(infinitely many) (?:solutions|values|pairs|integers)[\s.]*\Z", r"\1"),
         (r"(?i)(?<=[a-z]) wins[\s.]*\Z", ""),
         (r"(?i)\A\s*(?:all|every|any|the)\s+(?=[a-z]\s?=)", ""),
+        (r"(?i)\A\s*(?:all|every|any)\s+([a-z ]{3,40})\s([a-z])[\s.]*\Z", r"\2 is \1"),  # all even n
         (r"\s?,\s?\(?n\s?(?:\\ge\s?|>\s?)[01]\)?\s*\Z", ""),
         (r"(充分|必要|充要)条件\Z", r"\1"),
         (r"\A\s*([A-H]+)(?:项|是?正确的?)+\s*\Z", r"\1"),

@@ -45,6 +45,7 @@ TAIL = re.compile(
     rf"(?P<unit>{NAME}(?:\s*/\s*{NAME}|\s*\\cdot\s*{NAME}|\s+{NAME})*)\s*\Z",
     re.DOTALL,
 )
+BEFORE_CLAUSE = re.compile("[\u4e00-\u9fff]{1,4}?(?=(?:后|后?(?:两[车人船])?相遇|(?<=[元块])钱|(?<=[米里])路)\\Z)")
 ANGLE_FUNCTION = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 SQUARES = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
 NO_UNITS = frozenset(
@@ -87,12 +88,19 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
         words = words[: words.index("of")]
     elif words[0] == "of":
         words = []
+    words = [_beginning(word) for word in words]
     factor = Fraction(1)
     while words and (power := _magnitude(words)) is not None:
         factor *= power
     is_algebra = re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", found["body"]) is not None
     unit = _unit(words, attached=is_algebra or not found["space"])
     return (text, "", Fraction(1)) if unit is None else (found["body"].strip(), unit, factor)
+
+
+def _beginning(word: str) -> str:
+    """Of Chinese words without spaces the known unit before a clause, as in 4时两车相遇, else the word."""
+    found = BEFORE_CLAUSE.match(word)
+    return found[0] if found is not None and found[0] in CANONICAL else word
 
 
 def _magnitude(words: list[str]) -> int | None:
@@ -104,7 +112,7 @@ def _magnitude(words: list[str]) -> int | None:
     for length in (len(first), 2, 1) if re.match(f"[{CJK}]", first) else (len(first),):
         name = first[:length].lower()
         if name in MAGNITUDES and first not in CANONICAL:
-            words[:1] = [first[length:]] if first[length:] else []
+            words[:1] = [_beginning(first[length:])] if first[length:] else []
             return int(10 ** MAGNITUDES[name])
     return None
 

@@ -18,6 +18,7 @@ from megasync.rewards.answers.units import split_unit, units_agree
 
 DEGREES = re.compile(r"(-?[\d.]+)\s?°")
 FALLING = re.compile(r"([^<>]+)(>|\\ge(?![a-z]))([^<>]+?)(>|\\ge(?![a-z]))([^<>]+)")
+PART = re.compile(r"(\([a-h]\))\s+((?:-?(?:\d|\\(?:frac|sqrt)(?![a-z]))|[A-Za-z]{3}|[A-Za-z]\s?=).*)")  # (a) 10, but not (a) + b
 EQUALS = re.compile(r"(?<![<>:])=|\\in(?![A-Za-z])|\\approx(?![A-Za-z])|\\equiv(?![A-Za-z])")
 NAME = re.compile(
     r"\s*(?:\\(?:sin|cos|tan|cot|sec|csc)\s?)?"
@@ -30,8 +31,10 @@ NAME = re.compile(
 def named(text: str) -> tuple[str, str]:
     """What stands before the first "=" that is in no brackets, and what stands behind the last; without one "" and the text.
 
-    Of 7 = 8 both are empty.
+    Of 7 = 8 both are empty. A part's label, as (a), is a name, too.
     """
+    if (part := PART.fullmatch(text)) is not None:
+        return part[1], part[2]
     depth, sides, begin = 0, [], 0
     for mark in re.finditer(rf"{EQUALS.pattern}|[(\[{{)\]}}]", text):
         if mark[0] in "([{":
