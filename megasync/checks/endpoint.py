@@ -13,6 +13,7 @@ from pathlib import Path
 from megasync.config.errors import ConfigError
 from megasync.config.schema import Config
 from megasync.data.tokenizer import load_tokenizer
+from megasync.models.folder import model_shape
 from megasync.served.endpoint import Endpoint, EndpointSettings, urls_of
 from megasync.served.protocol import ServedError
 
@@ -33,15 +34,28 @@ def check_endpoint(config: Config) -> None:
     texts = [PROBE, "".join(tokenizer.all_special_tokens), " ".join(pieces)]
     own = [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     top_k = teacher.top_k if teacher.objective == "top_k" else 0
+    longest = _most_tokens(config)
     for url in urls_of(teacher.endpoint):
         try:
-            found = asyncio.run(_ask(url, texts, own[0], top_k))
+            found, context = asyncio.run(_ask(url, texts, own[0], top_k))
         except ServedError as error:
             remedy = "start `vllm serve FOLDER --max-logprobs K`, K at least teacher.top_k, and write http://HOST:PORT/v1"
             raise ConfigError(str(error), remedy=remedy) from error
         if difference := _difference(texts, own, found):
             remedy = "serve a teacher with the policy's tokenizer: log-probs are compared token by token"
             raise ConfigError(f"{KEY} = {url}: its tokenizer is another one than that of model.path: {difference}", remedy=remedy)
+        if context and longest >= context:  # vLLM wants room for one token more
+            problem = f"its max_model_len is {context}, and a sample may have {longest} tokens"
+            remedy = f"write rollout.max_model_len={context - 1}, or serve a teacher with --max-model-len {longest + 1}"
+            raise ConfigError(f"{KEY} = {url}: {problem}", remedy=remedy)
+
+
+def _most_tokens(config: Config) -> int:
+    """Of a sample. Prompts are not known here: without a limit of the user's they are taken to be short."""
+    rollout, positions = config.rollout, model_shape(config.model.path).max_position_embeddings
+    is_open = not rollout.episode and rollout.max_model_len is None
+    limits = (config.engine.tokens_per_microbatch, rollout.max_model_len, positions, is_open and rollout.max_new_tokens + 1)
+    return min(filter(None, limits))
 
 
 def _difference(texts: Sequence[str], own: Sequence[list[int]], found: Sequence[list[int]]) -> str:
@@ -52,11 +66,11 @@ def _difference(texts: Sequence[str], own: Sequence[list[int]], found: Sequence[
     return ""
 
 
-async def _ask(url: str, texts: Sequence[str], ids: list[int], top_k: int) -> list[list[int]]:
-    """The server's ids of each text; it is asked for log-probs, too."""
+async def _ask(url: str, texts: Sequence[str], ids: list[int], top_k: int) -> tuple[list[list[int]], int]:
+    """The server's ids of each text, and its max_model_len or 0; it is asked for log-probs, too."""
     endpoint = Endpoint(EndpointSettings(KEY, (url,), patience_seconds=PATIENCE_SECONDS))
     try:
         await endpoint.prompt_log_probs([ids[:16]], top_k)
-        return await endpoint.tokens(texts)
+        return await endpoint.tokens(texts), await endpoint.context_tokens()
     finally:
         await endpoint.close()

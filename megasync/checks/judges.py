@@ -54,6 +54,13 @@ def _judge_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
     for name in judge.given_replica_keys if judge.endpoint else ():
         message = f"{key}.{name} = {getattr(judge, name)}: {key}.endpoint is served elsewhere"
         yield ConfigError(message, remedy=f"leave {key}.{name} out")
+    for name in ("model", "timeout_seconds") if judge.path and not judge.endpoint else ():
+        if (value := getattr(judge, name)) != JudgeConfig.model_fields[name].default:
+            message = f"{key}.{name} = {value}: it is for an endpoint, and {key}.path is served by the run's replicas"
+            yield ConfigError(message, remedy=f"leave {key}.{name} out")
+    if judge.on_unparsed == "retry" and judge.temperature == 0:
+        remedy = f"write {key}.temperature=0.7, or {key}.on_unparsed=zero"
+        yield ConfigError(f"{key}.on_unparsed = retry: at {key}.temperature = 0 each reply is the same", remedy=remedy)
     if judge.path and not (Path(judge.path) / "config.json").is_file():
         yield ConfigError(f"{key}.path = {judge.path}: is no model folder", remedy="name a folder with config.json and weights")
     elif judge.path:

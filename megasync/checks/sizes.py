@@ -61,7 +61,7 @@ def engine_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
 
 
 def kernel_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
-    """Kernels of gated delta nets have some to compute, and a GPU; gpt-oss has none."""
+    """Kernels of gated delta nets have some to compute, and a GPU."""
     dtype, kernels = config.model.dtype, config.engine.kernels
     remedy, choices = "write engine.kernels=auto", "auto, torch, te"
     if kernels == "fla" and not shape.linear_num_value_heads:
@@ -70,9 +70,6 @@ def kernel_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
     elif kernels == "fla" and not (on_gpus and dtype != "float32"):
         problem = f"flash-linear-attention needs a GPU and 16 bits; model.dtype = {dtype}, GPUs: {'some' if on_gpus else 'none'}"
         yield wrong(config, "engine.kernels", problem, choices=choices, remedy=remedy)
-    if shape.model_type == GPT_OSS and on_gpus:
-        headline = f"{config.model.path}/config.json: model_type = {GPT_OSS}: on GPUs trainer and vLLM give other log-probs"
-        yield ConfigError(headline, remedy="take another model, or a machine without GPUs")
 
 
 def rule_errors(config: Config, found: rules.Problem | None) -> Iterator[ConfigError]:
@@ -117,7 +114,10 @@ def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         try:
             check_peft_folder(lora.adapter_path, lora, config.model.path)
         except ValueError as error:
-            yield ConfigError(str(error))
+            said = str(error).removeprefix("engine.lora.adapter_path: ").removeprefix(f"{lora.adapter_path}: ")
+            problem, separator, remedy = said.rpartition("; ")
+            lines = {"remedy": remedy if separator else "name an adapter of this base model, with engine.lora's rank and targets"}
+            yield ConfigError(f"engine.lora.adapter_path = {lora.adapter_path}: {problem or remedy}", **lines)
 
 
 def linear_widths(shape: ModelShape) -> dict[str, list[int]]:

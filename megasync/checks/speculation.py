@@ -10,6 +10,7 @@ from megasync.checks.served_sizes import even_workers, uneven_problem
 from megasync.checks.sizes import size_error
 from megasync.config.errors import ConfigError, wrong
 from megasync.config.schema import Config
+from megasync.data.tokenizer import vocabulary_difference
 from megasync.models.folder import check_model_folder
 from megasync.models.model_shape import ModelShape
 
@@ -64,7 +65,11 @@ def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         yield error.about("model.path", PATH)
         return
     if draft.vocab_size != shape.vocab_size:
-        problem = f"its vocabulary has {draft.vocab_size} tokens, and that of model.path {shape.vocab_size}"
+        problem = f"its vocab_size is {draft.vocab_size}, and that of model.path {shape.vocab_size}"
+        remedy = f"name a draft model whose config.json has vocab_size = {shape.vocab_size}, padding included"
+        yield wrong(config, PATH, problem, remedy=remedy)
+    elif difference := _difference(Path(config.model.path), folder):
+        problem = f"its tokenizer is another one than that of model.path, so that its drafts are rejected: {difference}"
         yield wrong(config, PATH, problem, remedy="name a draft model with the model's tokenizer")
     if draft.model_type not in DRAFTS:
         problem = f"vLLM has no draft models of {draft.model_type}"
@@ -74,3 +79,9 @@ def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         yield wrong(config, PATH, problem, remedy="name a folder, and folders above it, without this word")
     if config.rollout.tensor_parallel not in even_workers(draft):
         yield size_error(config, "rollout.tensor_parallel", uneven_problem(draft), even_workers(draft), folder)
+
+
+def _difference(own: Path, draft: Path) -> str:
+    """Of the tokens that both tokenizers have; a draft's folder may be without one."""
+    both = all((folder / "tokenizer.json").is_file() for folder in (own, draft))
+    return vocabulary_difference(own, draft, shared_only=True) if both else ""

@@ -9,7 +9,7 @@ Leaves out reading the file (load.py).
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -49,6 +49,7 @@ OTHER_NAMES = {
     "float": "float32",
 }  # other names of dtypes, not similar enough for nearest_name
 OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+MOST_COUNT, MOST_BYTES, MOST_SECONDS = 2**31 - 1, 2**63 - 1, 10**9
 ELSEWHERE = {"bench": "python -m bench", "bench_train": "python -m bench train"}  # sections of other commands
 
 
@@ -56,6 +57,23 @@ def explain_invalid(error: ValidationError, root: type[BaseModel], sources: Mapp
     """One error for each of pydantic's, unknown keys first. `sources`: see Sources."""
     keys, order = all_keys(root), sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     return [_explained({**found, **leaf}, keys, sources) for found in order for leaf in _leaves(found)]  # type: ignore[typeddict-item]
+
+
+def too_large(section: BaseModel, sources: Mapping[tuple[str, ...], str], above: tuple[str, ...] = ()) -> Iterator[ConfigError]:
+    """Numbers that overflow later: in vLLM's and numpy's arrays of integers, in time limits of the operating system."""
+    for name, field in type(section).model_fields.items():
+        value, path = getattr(section, name), (*above, name)
+        sections = value if isinstance(value, Mapping) else {None: value}
+        for inner, each in sections.items():
+            if isinstance(each, BaseModel):
+                yield from too_large(each, sources, path if inner is None else (*path, inner))
+        most = MOST_SECONDS if name.endswith("_seconds") else MOST_BYTES if name.endswith("_bytes") else MOST_COUNT
+        is_counted = isinstance(value, int) or (isinstance(value, float) and most == MOST_SECONDS)
+        has_own = any(hasattr(each, "le") or hasattr(each, "lt") for each in field.metadata)
+        if is_counted and value > most and not has_own:
+            given_in = next((sources[path[:end]] for end in range(len(path), 0, -1) if path[:end] in sources), "the defaults")
+            lines = {"given_in": given_in, "allowed": f"at most {most}", "remedy": f"write a number of at most {most}"}
+            yield ConfigError(f"{'.'.join(path)} = {value}: out of range", **lines)
 
 
 def _leaves(found: ErrorDetails) -> list[dict[str, Any]]:

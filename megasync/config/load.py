@@ -22,7 +22,7 @@ from typing_extensions import TypeVar
 from engine.algorithm import PRESETS
 from megasync.config.errors import ConfigError, ErrorCollector, nearest_name
 from megasync.config.files import write_atomically
-from megasync.config.invalid import explain_invalid
+from megasync.config.invalid import explain_invalid, too_large
 from megasync.config.keys import all_keys, kind_of, with_any_name
 from megasync.config.schema import Config
 
@@ -64,6 +64,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
         nested, sources = _laid_over(root().model_dump(), [preset_keys, *given])
     try:
         config = root.model_validate(_interpolate(nested, sources))
+        errors.found += too_large(config, sources)
     except ValidationError as error:
         errors.found += explain_invalid(error, root, sources)
     errors.raise_all()

@@ -106,6 +106,11 @@ SAME = {  # key: its names in verl, TRL and slime, and common abbreviations
     "rollout.replicas": "num_replicas",
     "rollout.reward": "custom_reward_function custom_reward_function.name custom_reward_function.path custom_rm_path "
     "reward_funcs reward_function reward_weights rm_type",
+    "rollout.speculation.method": "speculative_algorithm speculative_config speculative_method",
+    "rollout.speculation.num_tokens": "num_speculative_tokens speculative_num_draft_tokens speculative_num_steps",
+    "rollout.speculation.path": "speculation.model speculative_config.model speculative_draft_model_path speculative_model",
+    "rollout.speculation.prompt_lookup_max": "ngram_prompt_lookup_max",
+    "rollout.speculation.prompt_lookup_min": "ngram_prompt_lookup_min",
     "rollout.stop": "rollout_stop stop_strings",
     "rollout.min_p": "min_p",
     "rollout.temperature": "rollout_temperature temp temperature",

@@ -41,10 +41,13 @@ def load_tokenizer(folder: Path) -> tuple[Any, list[str]]:
     return tokenizer, [f"model.path: the tokenizer's files ask for {each}; it is switched off" for each in off]
 
 
-def vocabulary_difference(folder: Path, other: Path) -> str:
-    """Where two folders' tokenizers give a token another number, as text; empty where they are the same."""
+def vocabulary_difference(folder: Path, other: Path, *, shared_only: bool = False) -> str:
+    """Where two folders' tokenizers give a token another number, as text; empty where they are the same. `shared_only`: tokens
+    that one of them does not have may differ.
+    """
     own, theirs = (_vocabulary(each) for each in (folder, other))
-    different = [token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token)]
+    compared = own.keys() & theirs.keys() if shared_only else own.keys() | theirs.keys()
+    different = [token for token in compared if own.get(token) != theirs.get(token)]
     if not different:
         return ""
     token = min(different, key=lambda each: (min(own.get(each, 2**31), theirs.get(each, 2**31)), each))
@@ -56,7 +59,10 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder}: the folder holds no tokenizer.json", remedy="save the model's tokenizer into it")
     fields = read_json_object(folder / "tokenizer.json")
-    vocabulary = fields["model"]["vocab"]
+    model = fields.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list):
+        raise ConfigError(f"{folder / 'tokenizer.json'}: model.vocab: the tokens are not there", remedy=DOWNLOAD)
     if isinstance(vocabulary, list):  # with scores
         vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
     return {**vocabulary, **{each["content"]: each["id"] for each in fields.get("added_tokens") or ()}}

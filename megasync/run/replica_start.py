@@ -19,11 +19,12 @@ from bridge.replicas.pool import ReplicaPool
 from engine.config import DTYPE_BYTES
 from megasync.config.replica_keys import ReplicaKeys
 from megasync.config.schema import Config, RolloutConfig
+from megasync.data.load import teacher_context
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.num_ranks import num_replica_gpus, num_teacher_gpus
 from megasync.launch.ray_cluster import start_ray
 from megasync.launch.scope import ray_address
-from megasync.models.folder import model_shape, most_parameters
+from megasync.models.folder import most_parameters
 from megasync.rollouts.teachers import Teachers
 from megasync.served.endpoint import Endpoint, EndpointSettings, urls_of
 from megasync.served.pool import ServedPool
@@ -133,9 +134,6 @@ def has_room(config: Config, free_bytes: int) -> bool:
 def teacher_replica_config(config: Config, path: str) -> ReplicaConfig:
     """For each replica of a teacher's folder, which scores prompts and makes no token that anybody reads."""
     rollout, teacher, cuda = config.rollout, config.teacher, torch.cuda.is_available()
-    longest = rollout.max_model_len
-    if longest is not None:  # vLLM wants room for a token behind the prompt
-        longest = min(longest + 1, model_shape(Path(path)).max_position_embeddings or longest)
     arguments: dict[str, object] = {"enable_prefix_caching": False}  # a cached prefix has no log-probs
     if teacher.objective == "top_k":
         arguments["max_logprobs"] = teacher.top_k
@@ -143,7 +141,7 @@ def teacher_replica_config(config: Config, path: str) -> ReplicaConfig:
         arguments["max_num_batched_tokens"] = PROMPT_TOKENS
     return replace(
         _beside_config(config, "teacher", path, teacher),
-        max_model_len=longest,
+        max_model_len=teacher_context(config, path) or None,
         max_num_seqs=rollout.max_num_seqs,
         enforce_eager=True,  # graphs are for tokens one by one
         engine_arguments=arguments | teacher.engine_arguments,

@@ -120,6 +120,11 @@ class Endpoint:
         answers = await asyncio.gather(*(self._ask("/tokenize", body) for body in bodies))
         return [list(map(int, answer["tokens"])) for answer in answers]
 
+    async def context_tokens(self) -> int:
+        """The server's max_model_len; 0 where it does not say."""
+        answer = await self._ask("/tokenize", await self._with_model({"prompt": "1"}))
+        return int(answer.get("max_model_len") or 0)
+
     async def close(self) -> None:
         """See ServedModel."""
         session, self._session = self._session, None

@@ -9,7 +9,7 @@ import pytest
 
 from megasync.config.load import load_config
 from megasync.data.load import load_data
-from tests.support.config_files import cannot_run, command, write, write_model
+from tests.support.config_files import cannot_run, command, refusal, write, write_model
 
 
 def write_prompts(path: Path, *lengths: int) -> Path:
@@ -92,6 +92,12 @@ def test_a_model_without_a_tokenizer(runnable: Path) -> None:
     for file in (runnable.parent / "model").glob("tokenizer*"):
         file.unlink()
     assert "the folder holds no tokenizer.json" in cannot_run(runnable)
+
+
+@pytest.mark.parametrize("override", ["data.train=nowhere", "data.eval=nowhere", "data.split=x", "data.prompt_key=x"])
+def test_an_error_of_a_data_file_has_its_remedy(runnable: Path, override: str) -> None:
+    (part,) = refusal(runnable, override).parts
+    assert part.key.startswith("data.") and part.remedy and part.headline.count("\n") == 0
 
 
 def test_data_errors_name_key_file_and_line(runnable: Path, tmp_path: Path) -> None:

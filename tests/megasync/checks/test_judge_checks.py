@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megasync.checks.check import check_config
+from megasync.checks.judges import check_judges
 from megasync.checks.own_answers import score_own_answers, try_judges
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
@@ -16,7 +17,7 @@ from tests.support.judge_server import MODEL, expected, judge_server, requests_o
 
 NOBODY = "http://127.0.0.1:9/v1"
 REWARD = "rollout.reward={judge:quality: 0.5, exact_match: 1}"
-QUALITY = ["judges.quality.prompt='{{ prompt }}{{ response }}'", f"judges.quality.model={MODEL}", REWARD]
+QUALITY = ["judges.quality.prompt='{{ prompt }}{{ response }}'", REWARD]
 
 
 def tried(path: Path, *overrides: str, world_size: int = 1) -> list[str]:
@@ -107,6 +108,19 @@ def test_replicas_of_a_judge_that_vllm_would_not_start(tmp_path: Path, override:
     error = refusal(write_runnable(tmp_path), *QUALITY, judge, f"judges.quality.{override}", world_size=1)
     assert error.key == f"judges.quality.{override.partition('=')[0]}" and error.remedy.startswith(remedy)
     check_config(load_config(write_runnable(tmp_path), [*QUALITY, judge, "judges.quality.engine_arguments.quantization=fp8"]), 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "is_of_path"),
+    [(f"model={MODEL}", True), ("timeout_seconds=5", True), ("on_unparsed=retry", True), ("on_unparsed=retry", False)],
+)
+def test_keys_of_a_judge_without_effect_are_refused(tmp_path: Path, override: str, is_of_path: bool) -> None:
+    place = write_judge(tmp_path / "judge") if is_of_path else f"judges.quality.endpoint={NOBODY}"
+    given, key = [*QUALITY, place, f"judges.quality.{override}"], f"judges.quality.{override.partition('=')[0]}"
+    error = refusal(write_runnable(tmp_path), *given, world_size=1)
+    assert error.key == key and error.remedy
+    elsewhere = [f"judges.quality.endpoint={NOBODY}", "judges.quality.path="] if is_of_path else []
+    check_judges(load_config(write_runnable(tmp_path), [*given, *elsewhere, "judges.quality.temperature=1"]))
 
 
 def test_a_judges_weights_are_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from engine.config import ALL_TARGETS, TARGET_OF
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
-from tests.support.config_files import cannot_run, refused, write_model
+from tests.support.config_files import cannot_run, refusal, refused, write_model
 
 LINEARS = {"q_proj": (128, 128), "v_proj": (64, 128), "o_proj": (128, 128)}  # of config_files.MODEL
 RIGHT = {
@@ -113,7 +113,8 @@ def test_another_kind_of_adapter_is_refused_by_its_field(
 ) -> None:
     adapter = write_adapter(tmp_path / "adapter", shared=True, **fields)
     rank = fields.get("r") or 4
-    assert words in cannot_run(runnable, f"engine.lora={{rank: {int(rank)}, alpha: {2 * int(rank)}, adapter_path: {adapter}}}")
+    error = refusal(runnable, f"engine.lora={{rank: {int(rank)}, alpha: {2 * int(rank)}, adapter_path: {adapter}}}")
+    assert words in str(error) and (error.key, error.value) == ("engine.lora.adapter_path", str(adapter)) and error.remedy
 
 
 def test_an_adapter_of_another_model_is_refused_by_its_shapes(runnable: Path, tmp_path: Path) -> None:
@@ -149,5 +150,6 @@ def test_a_link_of_a_cache_whose_target_is_gone_is_named(runnable: Path, tmp_pat
     weights = write_adapter(tmp_path / "adapter", shared=True) / "adapter_model.safetensors"
     weights.unlink()
     weights.symlink_to("../../blobs/0123")
-    message = cannot_run(runnable, "engine.lora.rank=4", f"engine.lora.adapter_path={weights.parent}")
-    assert f"{weights} is a link to ../../blobs/0123, which is not there" in message
+    error = refusal(runnable, "engine.lora.rank=4", f"engine.lora.adapter_path={weights.parent}")
+    assert f"{weights} is a link to ../../blobs/0123, which is not there" in str(error)
+    assert (error.key, error.remedy) == ("engine.lora.adapter_path", "download it again")

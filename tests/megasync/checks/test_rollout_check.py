@@ -146,14 +146,6 @@ def test_kernels_of_gated_delta_nets_are_chosen_where_they_can_run(tmp_path: Pat
         check_layout(load_config(runnable, [*given, "model.dtype=float32"]), model_shape(delta), 2, on_gpus=True)
 
 
-def test_gpt_oss_is_refused_on_gpus(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "oss", "gpt_oss")
-    config = load_config(write_runnable(tmp_path), [f"model.path={folder}", "rollout.max_new_tokens=16"])
-    check_layout(config, model_shape(folder), 2, on_gpus=False)
-    with pytest.raises(ConfigError, match=r"model_type = gpt_oss"):
-        check_layout(config, model_shape(folder), 2, on_gpus=True)
-
-
 def test_a_cache_larger_than_the_memory_of_a_host_without_gpus(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM says so once it has started; the memory of GPUs is vLLM's to judge."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

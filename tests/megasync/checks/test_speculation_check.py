@@ -5,6 +5,7 @@ python -m pytest tests/megasync/checks/test_speculation_check.py
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -34,7 +35,8 @@ NONE = f"or write {KEY}.method=none"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("speculation")
     for name, family, more in (("model", "qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4}), ("draft", "llama", {}),
-                               ("delta", "qwen3_5", {}), ("other", "llama", {"vocab_size": 64})):  # fmt: skip
+                               ("delta", "qwen3_5", {}), ("other", "llama", {"vocab_size": 64}),
+                               ("padded", "llama", {"vocab_size": 192})):  # fmt: skip
         write_tiny_model(folder / name, family, **more)
     data = write_assets(folder / "assets", seed=0).train
     lines = [f"run: {{dir: {folder}}}", f"model: {{path: {folder}/model}}", f"data: {{train: {data}, batch_size: 4}}"]
@@ -76,7 +78,8 @@ def test_a_run_can_start(folder: Path, more: list[str]) -> None:
         ([NGRAM, "run.deterministic=true"], f"{KEY}.method", f"write {KEY}.method=none, or run.deterministic=false"),
         ([NGRAM, "model.path=FOLDER/delta", "model.dtype=bfloat16"], f"{KEY}.method", f"write {KEY}.method=none"),
         ([DRAFT], f"{KEY}.path", f"write {KEY}.path=FOLDER"),
-        ([DRAFT, f"{KEY}.path=FOLDER/other"], f"{KEY}.path", "name a draft model with the model's tokenizer"),
+        *(([DRAFT, f"{KEY}.path=FOLDER/{name}"], f"{KEY}.path",
+           "name a draft model whose config.json has vocab_size = 128, padding included") for name in ("other", "padded")),
         ([DRAFT, f"{KEY}.path=FOLDER/delta"], f"{KEY}.path", "name a model of one of these families"),
         ([DRAFT, f"{KEY}.path=FOLDER/draft", "rollout.dtype=fp8", "model.dtype=bfloat16"], f"{KEY}.method",
          f"write {KEY}.method=ngram"),
@@ -95,6 +98,31 @@ def test_a_draft_model_that_is_not_there_and_one_that_workers_do_not_divide(fold
         with pytest.raises(ConfigError) as error:
             check_config(load_config(folder / "config.yaml", given), 4)
         assert any(part.headline.startswith(key) for part in error.value.parts), error.value
+
+
+@pytest.mark.parametrize("named", ["moved", "added", "none", "broken"])
+def test_a_draft_has_the_tokens_of_the_model(tmp_path: Path, folder: Path, named: str) -> None:
+    """Those that both tokenizers have; it may have others besides, or no tokenizer."""
+    file = write_tiny_model(tmp_path / "draft", "llama") / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    tokens = fields["model"]["vocab"]
+    if named == "moved":
+        tokens["1"], tokens["2"] = tokens["2"], tokens["1"]
+    elif named == "added":
+        fields["added_tokens"].append({**fields["added_tokens"][0], "id": len(tokens), "content": "<think>"})
+    elif named == "broken":
+        del fields["model"]
+    file.write_text(json.dumps(fields))
+    if named == "none":
+        file.unlink()
+    given = load_config(folder / "config.yaml", [DRAFT, f"{KEY}.path={tmp_path}/draft"])
+    if named in ("added", "none"):
+        check_config(given, 2)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_config(given, 2)
+    assert named == "broken" or (error.value.key == f"{KEY}.path" and "'1'" in error.value.headline), error.value
+    assert error.value.remedy
 
 
 @pytest.mark.parametrize("family", FAMILIES)

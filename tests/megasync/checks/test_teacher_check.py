@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from megasync.checks.check import check_config
 from megasync.checks.teacher import teacher_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
+from megasync.data.load import load_data, scored_tokens
+from megasync.rollouts.turns import episode_settings
+from megasync.run.replica_start import teacher_replica_config
 from megasync.tools.assets.command import build_tokenizer
 from tests.support.config_files import cannot_run, refusal, refused, write_model
 
@@ -52,6 +56,37 @@ def test_what_does_not_go_together_is_refused_by_name(runnable: Path, headline: 
 def test_sft_takes_no_served_teacher(runnable: Path) -> None:
     message = cannot_run(runnable, SFT, ENDPOINT, "teacher.objective=top_k")
     assert message.startswith("teacher.place = auto: ") and "choices: trainer" in message.replace("  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "policy", "more", "most"),
+    [
+        (64, 64, [], 63),
+        (64, 64, ["rollout.max_model_len=63"], 63),
+        (48, 64, [], 47),
+        (64, 0, [], 63),
+        (128, 64, ["rollout.max_model_len=32"], 32),
+        (128, 64, ["teacher.engine_arguments.max_model_len=20"], 19),
+        (16, 64, ["teacher.place=trainer"], 0),
+    ],
+)
+def test_samples_are_no_longer_than_a_served_teacher_can_score(
+    runnable: Path, tmp_path: Path, teacher: int, policy: int, more: list[str], most: int
+) -> None:
+    """vLLM scores a prompt only where it has room for one token more."""
+    folder = write_teacher(tmp_path / "teacher", max_position_embeddings=teacher)
+    write_model(runnable.parent / "model", **({"max_position_embeddings": policy} if policy else {}))
+    train = tmp_path / "train.jsonl"
+    lengths = (4, 8, 12, 14, 15, 16, 20, 28, 29, 40, 43, 44, 59, 60, 61)
+    train.write_text("".join(json.dumps({"question": "1" * each, "answer": "2"}) + "\n" for each in lengths))
+    given = [f"teacher.path={folder}", f"data.train={train}", "data.batch_size=1", "rollout.max_new_tokens=4", *more]
+    config = load_config(runnable, given)
+    assert scored_tokens(config) == most
+    limit = min(most or policy, policy or most, config.rollout.max_model_len or 64)
+    assert [len(each.prompt) + 4 for each in load_data(config).train] == [each + 4 for each in lengths if each + 4 <= limit]
+    assert episode_settings(config).max_tokens == limit
+    if most:
+        assert teacher_replica_config(config, str(folder)).max_model_len == most + 1
 
 
 def test_versions_are_start_or_a_number(runnable: Path) -> None:
@@ -123,7 +158,8 @@ def test_replicas_of_a_teacher_that_vllm_would_not_start(runnable: Path, overrid
     folder = write_teacher(runnable.parent / "teacher")
     error = refusal(runnable, f"teacher.path={folder}", f"teacher.{override}")
     assert error.key == f"teacher.{override.partition('=')[0]}" and error.remedy.startswith(remedy)
-    check_config(load_config(runnable, [f"teacher.path={folder}", "teacher.engine_arguments.max_model_len=512"]), 2)
+    given = [f"teacher.path={folder}", "teacher.engine_arguments.max_model_len=512", "rollout.max_new_tokens=16"]
+    check_config(load_config(runnable, given), 2)
 
 
 def test_a_teachers_weights_are_whole(runnable: Path) -> None:

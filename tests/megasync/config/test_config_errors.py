@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.config import BenchRoot
+from megasync.config.keys import all_keys, kind_of
 from megasync.config.load import load_config
+from megasync.config.schema import Config
 from megasync.config.errors import ConfigError, nearest_name, explain_os_error
 from tests.support.config_files import CHOICES, RANGES, refused, root_of, write
 
@@ -378,3 +380,18 @@ def test_paths_may_begin_at_a_home_folder(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_file_that_cannot_be_used_is_named_with_a_remedy(number: int, remedy: str) -> None:
     message = explain_os_error(OSError(number, os.strerror(number), "runs/a/report.html"))
     assert message.startswith(f"runs/a/report.html: {os.strerror(number)}") and remedy in message
+
+
+NUMBERS = [key for key, field in all_keys(Config).items() if kind_of(field) is int or key.endswith("_seconds")]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_that_overflow_later_are_refused(tmp_path: Path, key: str) -> None:
+    """Counts of more than 32 bits, bytes of more than 64, seconds that no operating system waits."""
+    name = key.replace("NAME", "a")
+    config = write(tmp_path / "config.yaml", "data: {eval: {a: {path: a}}, train: {a: {path: a}}}\njudges: {a: {path: a}}\n")
+    value = 2**63 if key.endswith("_bytes") else 10**9 + 1 if key.endswith("_seconds") else 2**32
+    with pytest.raises(ConfigError) as error:
+        load_config(config, [f"{name}={value}"])
+    (part,) = error.value.parts
+    assert (part.key, float(part.value)) == (name, float(value)) and part.remedy.startswith("write a number")

@@ -1,4 +1,4 @@
-"""The most common keys of verl and TRL: each maps to the key with the same meaning, or to advice."""
+"""The most common keys of verl, TRL and vLLM: each maps to the key with the same meaning, or to advice."""
 
 from __future__ import annotations
 
@@ -129,7 +129,16 @@ TRL = {
 }
 
 
-@pytest.mark.parametrize(("theirs", "right"), [*VERL.items(), *TRL.items()])
+VLLM = {  # of its speculative_config
+    "rollout.speculation.model": "rollout.speculation.path",
+    "rollout.speculation.num_speculative_tokens": "rollout.speculation.num_tokens",
+    "rollout.speculative_config.method": "rollout.speculation.method",
+    "rollout.speculative_config.model": "rollout.speculation.path",
+    "rollout.speculative_config.prompt_lookup_max": "rollout.speculation.prompt_lookup_max",
+}
+
+
+@pytest.mark.parametrize(("theirs", "right"), [*VERL.items(), *TRL.items(), *VLLM.items()])
 def test_common_keys_of_other_projects(theirs: str, right: str) -> None:
     key, advice = nearest_key(KEYS, theirs)
     assert key == right if " " not in right and "." in right else not key and right in advice, (key, advice)

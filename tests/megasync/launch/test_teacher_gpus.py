@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from megasync.launch.members import Node, replica_room, room_problem
 from megasync.launch.num_ranks import default_num_ranks, num_teacher_gpus, pools
 from megasync.run.replica_start import judge_replica_config, replica_config, teacher_replica_config
 from megasync.submit import job, parse
-from tests.support.config_files import ROOT
+from tests.support.config_files import ROOT, write_model
 
 COUNT = st.integers(0, 4)
 TEACHER = {"path": {"maths": "a", "code": "b"}, "replicas": 2, "tensor_parallel": 2}
@@ -85,10 +87,11 @@ def test_nodes_count_the_replicas_of_every_model(gpus: list[int], width: int, te
     assert problem.startswith("teacher.replicas" if room_problem(nodes, (beside,)) else "rollout.replicas")
 
 
-def test_a_pool_knows_its_key_and_the_gpus_of_the_others() -> None:
+def test_a_pool_knows_its_key_and_the_gpus_of_the_others(tmp_path: Path) -> None:
     """Which Ray on one host counts as free while a run is scaled."""
-    config = Config.model_validate({"model": {"path": "m"}, "teacher": TEACHER, **JUDGED})
-    teacher, judge = teacher_replica_config(config, "a"), judge_replica_config(config, "quality")
+    folder = str(write_model(tmp_path))
+    config = Config.model_validate({"model": {"path": folder}, "teacher": TEACHER, **JUDGED})
+    teacher, judge = teacher_replica_config(config, folder), judge_replica_config(config, "quality")
     found = [(each.key, each.gpus_beside, each.never_syncs) for each in (replica_config(config), teacher, judge)]
     assert found == [("rollout", 14, False), ("teacher", 11, True), ("judges.quality", 9, True)]
     reported = room_problem_of_free({"a": 4}, 9, 1, key="judges.quality")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.generation import Sampling
+from megasync.checks.endpoint import check_endpoint
+from megasync.config.errors import ConfigError
+from megasync.config.load import load_config
+from megasync.data.tokenizer import load_tokenizer
 from megasync.launch.ray_cluster import free_port
 from megasync.served.endpoint import Endpoint, EndpointSettings, scores_of, urls_of
 from megasync.served.protocol import CALLS, FAILURES, RETRIES, LostError, RefusedError
@@ -88,6 +93,34 @@ def test_lost_requests_are_sent_again() -> None:
     assert found[0].top_log_probs.tolist() == [[-0.125, -0.25]] * 2
     assert found[2].top_ids.shape == (0, 2)
     assert counts[CALLS] == 3 and counts[RETRIES] >= 4 and not counts.get(FAILURES)  # the models' list and two sequences
+
+
+@pytest.mark.parametrize(
+    ("context", "limit", "is_right"),
+    [(33, "max_model_len=32", True), (32, "max_model_len=32", False), (20, "max_model_len=32", False),
+     (None, "max_model_len=32", True), (10, "max_new_tokens=8", True), (9, "max_new_tokens=8", False)],
+)  # fmt: skip
+def test_a_teacher_has_room_for_the_longest_sample_and_a_token(
+    runnable: Path, context: int | None, limit: str, is_right: bool
+) -> None:
+    tokenizer, _ = load_tokenizer(runnable.parent / "model")
+
+    def answer(body: dict[str, Any], _: int) -> dict[str, Any]:
+        if isinstance(body["prompt"], list):
+            return scored(body)
+        return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False), "max_model_len": context}
+
+    async def check() -> None:
+        async with serving(answer) as url:
+            given = [f"teacher.endpoint={url}", f"rollout.{limit}"]
+            await asyncio.to_thread(check_endpoint, load_config(runnable, given))
+
+    if is_right:
+        asyncio.run(check())
+        return
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(check())
+    assert context is not None and error.value.key == KEY and f"max_model_len={context - 1}" in error.value.remedy
 
 
 def test_a_chat_has_its_sampling() -> None:
