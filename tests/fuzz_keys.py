@@ -83,6 +83,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rollout.stop": ("['7']",),
     "rollout.oversample": (1.5, 2.0),
     "rollout.max_num_seqs": (3, 8),
+    "rollout.speculation.method": ("ngram",),
+    "rollout.speculation.prompt_lookup_min": (1,),
+    "rollout.speculation.num_tokens": (1, 8),
     "rollout.reward": ("exact_match", "{token_count: 1.0, exact_match: 0.5}", "math_verify"),
     "rollout.reward_on_failure": ("zero",),
     "rollout.record": ("all", "none"),
@@ -144,6 +147,7 @@ WITH: dict[str, dict[str, Any]] = {  # what a key is nothing without; by its lon
     "algorithm.support_replay": {"rollout.top_k": 20},
     "rollout.on_update": {"rollout.max_staleness": 2},
     "rollout.cache_on_update": {"rollout.max_staleness": 2, "rollout.on_update": "continue"},
+    "rollout.speculation.": {"rollout.speculation.method": "ngram"},
     "rollout.episode_": {"rollout.episode": VALUES["rollout.episode"][0]},
     "sync.log_full_every": {"sync.log": "deltas"},
     "sync.log_keep": {"sync.log": "deltas"},
@@ -158,7 +162,7 @@ AT_RESUME = (  # of a run that goes on, these may be others
     *("rollout.max_staleness", "rollout.on_update", "rollout.replicas", "rollout.group_size", "rollout.reward", "rollout.record"),
     *("algorithm.filter_groups", "algorithm.num_minibatches", "algorithm.kl_coefficient", "data.batch_size", "sync.transport"),
     *("sync.log", "engine.tokens_per_microbatch", "engine.recompute", "checkpoint.asynchronous", "rollout.temperature"),
-    "rollout.dtype",
+    *("rollout.dtype", "rollout.speculation.method"),
 )
 
 

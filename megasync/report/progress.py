@@ -72,7 +72,8 @@ def _figures(values: Mapping[str, object]) -> list[str]:
         value = values.get(key)
         if isinstance(value, int | float):
             shown.append(f"{label} {form.format(value)}")
-    of_sets = ((key.removeprefix("eval/").replace("/", " "), value) for key, value in values.items() if "@" in key)
+    scores = ((key, value) for key, value in values.items() if key.startswith("eval/") and "@" in key)
+    of_sets = ((key.removeprefix("eval/").replace("/", " "), value) for key, value in scores)
     return shown + [f"{name} {value:.3f}" for name, value in of_sets if isinstance(value, int | float)]
 
 
@@ -130,9 +131,13 @@ class _RichProgress(Progress):
 
     def close(self) -> None:
         self._live.stop()
+        if not self._console.is_terminal:  # where rich leaves the line open
+            self._console.line()
 
 
 def fitting(parts: Sequence[str], width: int) -> list[str]:
     """The first parts that fit, with GAP between, on a line of `width` columns. Pure."""
-    ends = itertools.accumulate(len(part) + len(GAP) for part in parts)
+    from rich.cells import cell_len  # two columns for each of 数学
+
+    ends = itertools.accumulate(cell_len(part) + len(GAP) for part in parts)
     return [part for part, end in zip(parts, ends, strict=True) if end - len(GAP) <= width]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,6 +110,14 @@ class Failed:
 Event = SamplesFinished | ReplicaLost | NotServing | RequestRefused | TurnAsked | EpisodeEnded | SamplesScored | Failed
 
 
+async def _cancel(given: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(given)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+
+
 class EventThread:
     """An asyncio loop in a thread of its own. `run` and `close` are for other threads, `put` and `start` for the loop's."""
 
@@ -165,12 +173,14 @@ class EventThread:
             for each in last:
                 self.run(each())
         finally:
+            self.run(self._cancel_others())
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
 
     async def cancel(self) -> None:
-        for task in (tasks := list(self._tasks)):
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        await _cancel(self._tasks)
+
+    async def _cancel_others(self) -> None:
+        """Tasks that others made on the loop: readers of workers, which end later than the loop."""
+        await _cancel(each for each in asyncio.all_tasks() if each is not asyncio.current_task())

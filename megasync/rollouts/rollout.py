@@ -156,10 +156,11 @@ class Rollouts:
             metrics |= self.teachers.metrics()
         if self.config.rollout.max_staleness:
             metrics["rollout/lead_batches"] = self.stream.lead.batches
+        num_aborted, num_filtered = self.stream.take_counts()
         if self.config.rollout.oversample > 1:
-            metrics["rollout/aborted_groups"] = self.stream.num_aborted
+            metrics["rollout/aborted_groups"] = num_aborted
         if self.stream.settings.filters_groups:
-            metrics["rollout/filtered_groups"] = self.stream.num_filtered
+            metrics["rollout/filtered_groups"] = num_filtered
         metrics |= source_metrics([(self._example(group.key).source, group.own_rewards) for group in groups])
         table, lines = SampleTable.from_samples(samples), self._lines(groups)
         self.stream.run(self._observe(step + 1, groups))

@@ -57,7 +57,8 @@ class RolloutStream:
         self.is_worth_training = is_worth_training
         self.step = 0  # the next to be trained
         self.num_begun = self.num_trained = 0  # the first ordinal that was never admitted; how many groups were taken
-        self.num_filtered = self.num_aborted = 0
+        self._num_aborted = self._num_filtered = 0
+        self._counted = 0, 0  # of these, by take_counts
         self.lead = PrefetchController(settings.max_staleness + 1)
         self._taken_seconds: float | None = None  # when the last batch was
         self._groups: dict[int, Group] = {}  # admitted, neither taken nor discarded
@@ -142,6 +143,11 @@ class RolloutStream:
             event.group.scored[sample] = scored
         self._finish_if_done(event.group)
 
+    def take_counts(self) -> tuple[int, int]:
+        """Groups that were aborted, and that others replaced, since the last call. From any thread."""
+        former, self._counted = self._counted, (self._num_aborted, self._num_filtered)
+        return self._counted[0] - former[0], self._counted[1] - former[1]
+
     def _finish_if_done(self, group: Group) -> None:
         """A group that is done can be trained; but another one replaces a group that is not worth training, such as one of equal
         rewards, as long as `filter_factor` lets it.
@@ -150,7 +156,7 @@ class RolloutStream:
             return
         if self.settings.filters_groups and not self.is_worth_training(group):
             self._uniform_groups[group.key] = self._groups.pop(group.key)
-            self.num_filtered += 1
+            self._num_filtered += 1
         else:
             self._done.add(group.key)
         self._fill()
@@ -233,7 +239,7 @@ class RolloutStream:
             group.is_wanted = False
         self._owed = {group.key for group in rest}
         self._again = sorted({*self._again, *self._owed})
-        self.num_aborted += len(rest)
+        self._num_aborted += len(rest)
         await self.dispatcher.abort(rest)
 
     async def _wait_for(self, look: Callable[[], Result | None]) -> Result | None:

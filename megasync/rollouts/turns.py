@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from megasync.config.schema import Config
+from megasync.data.load import scored_tokens
 from megasync.episodes.exchange import Ask, EpisodeEnd
 from megasync.episodes.record import Asked, History
 from megasync.episodes.resolve import identity, resolve_episode
@@ -197,7 +198,7 @@ def turn_seed(seed: int, member: int, attempt: int, turn: int) -> int:
 def episode_settings(config: Config) -> EpisodeSettings:
     rollout = config.rollout
     positions = model_shape(config.model.path).max_position_embeddings
-    limits = [config.engine.tokens_per_microbatch, rollout.max_model_len or 0, positions]
+    limits = [config.engine.tokens_per_microbatch, rollout.max_model_len or 0, positions, scored_tokens(config)]
     return EpisodeSettings(rollout.episode_max_turns, min(filter(None, limits)), rollout.episode_on_failure)
 
 

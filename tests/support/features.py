@@ -44,6 +44,7 @@ def features(folder: Path, url: str) -> list[dict[str, Keys]]:
     losses = {name: {"algorithm.preset": name} for name in ("cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "gspo", "dapo")}
     named = ("remax", "pass_at_k", "reinforce_plus_plus_baseline")
     experts, lora = {"model.path": str(folder / "experts")}, {"engine.lora.rank": 4, "engine.lora.alpha": 8}
+    drafts = {"rollout.speculation.method": "draft_model", "rollout.speculation.path": str(folder / "other" / "model")}
     episodes = {"rollout.episode": "tests.support.fuzzed:scored", "rollout.episode_max_turns": 2, "rollout.max_model_len": 48}
     return [
         of_teachers(folder),
@@ -66,6 +67,7 @@ def features(folder: Path, url: str) -> list[dict[str, Keys]]:
         {"experts": experts, "routes": {**experts, "algorithm.router_replay": "rollout"}},
         {"episodes": episodes},
         {"stale": {"rollout.max_staleness": 4}, "stale_continue": {"rollout.max_staleness": 4, "rollout.on_update": "continue"}},
+        {"ngram": {"rollout.speculation.method": "ngram", "rollout.speculation.prompt_lookup_min": 1}, "draft_model": drafts},
         {"packed": {"engine.tokens_per_microbatch": 64}},
         {"ddp": {"engine.wrap": "ddp"}},
     ]  # fmt: skip

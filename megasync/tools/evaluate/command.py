@@ -24,6 +24,7 @@ from megasync.checks.judges import check_judges
 from megasync.config.data_section import EvalSet
 from megasync.config.errors import ConfigError, main_errors, refuse_if
 from megasync.config.schema import Config
+from megasync.config.teacher_section import TeacherConfig
 from megasync.data.data import load_examples
 from megasync.data.load import RunData, load_data
 from megasync.data.prompts import Prompts
@@ -131,7 +132,8 @@ def with_sets(source: Source, given: argparse.Namespace) -> Config:
     if (given.samples or 1) > 1 and given.temperature is None:  # greedy samples would all be the same
         drawn = {"temperature": source.config.rollout.temperature}
         sets = {name: each if each.temperature else each.model_copy(update=drawn) for name, each in sets.items()}
-    return source.config.model_copy(update={"data": data.model_copy(update={"eval": sets})})
+    no_teacher = {"teacher": TeacherConfig()}  # nobody asks it, and its folder may be gone
+    return source.config.model_copy(update={"data": data.model_copy(update={"eval": sets}), **no_teacher})
 
 
 # ---------------------------------------------------------------------------------------------------------------- answers

@@ -14,6 +14,7 @@ import termios
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from megasync.report.progress import GAP, figures, fitting, make_progress
@@ -66,11 +67,22 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch: py
     assert "step 4321/10000  reward 0.229" in on_terminal(PROGRAM % METRICS, 80)
 
 
-@given(st.lists(st.text("ab", min_size=1, max_size=12), max_size=8), st.integers(0, 60))
+@given(st.lists(st.text("ab数é", min_size=1, max_size=12), max_size=8), st.integers(0, 60))
 def test_what_does_not_fit_is_left_out_the_less_important_first(parts: list[str], width: int) -> None:
     shown = fitting(parts, width)
-    assert shown == parts[: len(shown)] and (not shown or len(GAP.join(shown)) <= width)
-    assert len(shown) == len(parts) or len(GAP.join(parts[: len(shown) + 1])) > width
+    assert shown == parts[: len(shown)] and (not shown or cell_len(GAP.join(shown)) <= width)
+    assert len(shown) == len(parts) or cell_len(GAP.join(parts[: len(shown) + 1])) > width
+
+
+@pytest.mark.parametrize("columns", range(80, 120, 3))
+def test_names_of_double_width_are_whole(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    console = Console(force_terminal=True, width=columns, record=True)
+    monkeypatch.setattr("rich._console", console)
+    progress = make_progress("rich", num_steps=3, first_step=0)
+    progress.update(1, values := {"reward/mean": 0.5, "eval/数学竞赛/avg@4": 0.25, "eval/数学竞赛/pass@4": 0.5})
+    progress.close()
+    shown = console.export_text().strip().rpartition("left  ")[2]
+    assert figures(values).startswith(shown) and figures(values).removeprefix(shown)[:2] in ("", GAP)
 
 
 def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,5 +114,5 @@ def test_no_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress.close()
     assert capsys.readouterr().out == ""
     assert figures({"sync/seconds": 0.1234, "train/tokens_per_second": 12345.6}) == "sync 0.123 s  train 12,346 tok/s"
-    of_a_set = {"eval/math/avg@4": 0.25, "eval/math/pass@4": 0.5, "eval/math/truncated": 0}
+    of_a_set = {"eval/math/avg@4": 0.25, "eval/math/pass@4": 0.5, "eval/math/truncated": 0, "episode/hits@5": 0.1}
     assert figures(of_a_set) == "math avg@4 0.250  math pass@4 0.500"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -33,6 +34,32 @@ def test_what_tasks_use_ends_after_them() -> None:
     assert happened == ["task", "last"]
     events.close(last)
     assert happened == ["task", "last"]
+
+
+def test_tasks_of_others_on_the_loop_end_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a worker's reader; asyncio complains of each that is left when the loop is closed."""
+    ended, begun = list[str](), asyncio.Event()
+
+    async def reader() -> None:
+        try:
+            begun.set()
+            await asyncio.sleep(600)
+        finally:
+            ended.append("reader")
+
+    async def start() -> None:
+        events.loop.create_task(reader(), name="reader")
+        await begun.wait()
+
+    async def last() -> None:
+        assert not ended, "what is last may need it"
+
+    events = EventThread("test", lambda _: None)
+    events.run(start())
+    events.close(last)
+    assert ended == ["reader"]
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_an_error_at_the_end_is_raised_and_the_thread_ends() -> None:

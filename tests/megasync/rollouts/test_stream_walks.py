@@ -90,15 +90,14 @@ class Walk:
         checkpoint = source.randint(self.step + 1, last_step)
         if last_step == own.num_steps:
             checkpoint = last_step
-        num_filtered = 0
         await self._publish(stream, pool, self.step)
         for step in range(self.step, last_step):
             await stream.admit(step)
             self._disturb(pool)
             while (groups := await stream.take(step)) is None:
                 await self._publish(stream, pool, step)
-            self._check(groups, ways, step, stream.num_filtered - num_filtered)
-            num_filtered = stream.num_filtered
+            self._check(groups, ways, step, stream.take_counts()[1])
+            assert stream.take_counts() == (0, 0), "each is counted once"
             taken += [(group.key, step) for group in groups]
             await asyncio.sleep(source.choice((0.01, 1.0, 20.0)))
             await self._publish(stream, pool, step + 1)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from engine.attention import context, core, delta_net, flash, fused
 from engine.model import lora_linears
+from engine.model.families import gpt_oss
 from engine.moe import experts
 from engine.moe.experts import TokenDispatcher
 from engine.objective import entropy
@@ -74,14 +75,22 @@ class _Grouped(torch.autograd.Function):
     """torch's grouped products: they keep their inputs. On meta tensors torch has only those in bfloat16."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, num_outputs: int) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        return inputs.new_empty(len(inputs), len(weight) // len(ends))
+        return inputs.new_empty(len(inputs), num_outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
         return (*(torch.empty_like(tensor) if is_wanted else None for tensor, is_wanted in wanted), None)
+
+
+def _grouped(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Any:
+    return _Grouped.apply(inputs, weight, len(weight) // len(ends))  # type: ignore[no-untyped-call]
+
+
+def _stacked(inputs: torch.Tensor, weight: torch.Tensor, _ends: torch.Tensor) -> Any:
+    return _Grouped.apply(inputs, weight, weight.shape[1])  # type: ignore[no-untyped-call]
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -196,7 +205,8 @@ def installed(tracker: Tracker, kernels: Sequence[Kernel], *, use_fused: bool) -
             (context, "attend", _attend_over_context),
             (flash, "attend_prefixes", _attend),
             (flash, "_alone", _attend),
-            *((module, "grouped_linear", _Grouped.apply) for module in (experts, lora_linears)),
+            *((module, "grouped_linear", _grouped) for module in (experts, lora_linears)),
+            (gpt_oss, "stacked_linear", _stacked),
             (TokenDispatcher, "preprocess", _equal_shares),
             (TokenDispatcher, "_maybe_dtoh_and_synchronize", lambda _self, _point, counts=None: counts),
             (DISPATCHERS, "sort_chunks_by_idxs", _sorted_chunks),

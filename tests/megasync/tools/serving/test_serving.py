@@ -338,7 +338,8 @@ def test_episodes_of_a_folder_have_room_for_their_turns(tmp_path: Path) -> None:
         return no_gpu(config)
 
     given = [str(model), "--data", str(file), "--max-new-tokens", "8"]
-    for more in ([], [EPISODE], [EPISODE, "engine.tokens_per_microbatch=300"], [EPISODE, "rollout.max_model_len=40"]):
+    teacher = [f"teacher.path={tmp_path}/gone"]  # which a run had
+    for more in ([], [EPISODE], [EPISODE, "engine.tokens_per_microbatch=300"], [EPISODE, "rollout.max_model_len=40", *teacher]):
         assert code(evaluate, [*given, *more], serve) == 1
     assert lengths == [12, 512, 300, 40]
 
