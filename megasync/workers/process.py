@@ -111,7 +111,8 @@ class Worker:
         self.loop.remove_reader(control)
         if not data:
             control.close()
-        self._exited.set_result(code)
+        if not self._exited.done():  # nobody waits any more: the loop ends
+            self._exited.set_result(code)
 
     async def _run(self) -> None:
         """Hand over its messages and its end."""
