@@ -87,7 +87,7 @@ def _merge_many(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
 
 
 class Tables(NamedTuple):
-    """What the kernel is given of weights and their adapters."""
+    """Arguments of the kernel: weights and their adapters."""
 
     storages: list[torch.UntypedStorage]  # of weights and factors
     weights: np.ndarray  # int64 [weights, FIELDS]: see lay_tables

@@ -40,7 +40,7 @@ class Position:
     expert_data_rank: int = 0  # as `data_rank`, for the experts
 
 
-class _Unit:
+class _UnitPlans:
     """The plans of a unit of items, and the memory that they are attached to."""
 
     def __init__(self, plans: list[GatherPlan]) -> None:
@@ -100,7 +100,7 @@ class Exporter:
             GatherGroup(tensor_group, is_first_copy or on_all_ranks),
             GatherGroup(position.expert_group, has_expert_group and (position.expert_data_rank == 0 or on_all_ranks)),
         )
-        self._scratch, self._bound = Scratch(), list[_Unit]()
+        self._scratch, self._unit_plans = Scratch(), list[_UnitPlans]()
         self._merge_sums = torch.zeros(2, dtype=torch.float64)  # of the last pass: see merge.squared_error
         self._manifest: Manifest | None = None
 
@@ -110,17 +110,17 @@ class Exporter:
             for items in self._walk():
                 self._merge_sums = self._merge_sums.to(items[0].tensor.device)
                 runs = self._runs(take_apart(items))
-                self._bound.append(_Unit([GatherPlan(run, self._groups, self._scratch, self._convert) for run in runs]))
-            self._manifest = Manifest(tuple(spec for unit in self._bound for plan in unit.plans for spec in plan.specs))
+                self._unit_plans.append(_UnitPlans([GatherPlan(run, self._groups, self._scratch, self._convert) for run in runs]))
+            self._manifest = Manifest(tuple(spec for unit in self._unit_plans for plan in unit.plans for spec in plan.specs))
         return self._manifest
 
     @torch.no_grad()
     def parts(self) -> Iterator[Part]:
         self.manifest()
         self._merge_sums.zero_()
-        is_ready = self._is_in_place and all(unit.is_bound for unit in self._bound)
-        walk = [None] * len(self._bound) if is_ready else self._walk()
-        for items, unit in zip(walk, self._bound, strict=True):
+        is_ready = self._is_in_place and all(unit.is_bound for unit in self._unit_plans)
+        walk = [None] * len(self._unit_plans) if is_ready else self._walk()
+        for items, unit in zip(walk, self._unit_plans, strict=True):
             if not any(group.takes_part for group in self._groups):
                 continue
             if items is not None:

@@ -51,7 +51,7 @@ def check_endpoint(config: Config) -> None:
 
 
 def _most_tokens(config: Config) -> int:
-    """Of a sample. Prompts are not known here: without a limit of the user's they are taken to be short."""
+    """The most tokens that a sample may have. Prompts are not known here: unless `max_model_len` is given, they count as one."""
     rollout, positions = config.rollout, model_shape(config.model.path).max_position_embeddings
     is_open = not rollout.episode and rollout.max_model_len is None
     limits = (config.engine.tokens_per_microbatch, rollout.max_model_len, positions, is_open and rollout.max_new_tokens + 1)

@@ -16,7 +16,7 @@ from megasync.config.service_section import ServiceConfig
 from megasync.service.calls import CREATING, OVERTAKEN, SAMPLE, TRAINING
 from megasync.service.requests import Request
 
-WAIT_SECONDS = 0.05  # a client's requests take some 10 ms to come, and a pass of one client on a GPU 200 ms
+WAIT_SECONDS = 0.05  # a client's requests take some 10 ms to come, and a pass of one client on a GPU 100 to 200 ms
 RECENT_SECONDS = 5.0
 PASSES_WITHOUT_WAITING = 20  # after one that waited for nobody
 

@@ -69,7 +69,7 @@ class ForkServer:
 
 
 class Worker:
-    """Made in the event loop, in which all methods are called. Its fork server's end is its own.
+    """Made in the event loop, in which all methods are called. It ends when its fork server ends.
 
     Raises:
         OSError: it cannot be started.

@@ -6,7 +6,6 @@ import asyncio
 import os
 import resource
 import signal
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -95,8 +94,6 @@ def test_a_server_ends_where_sigterm_was_ignored() -> None:
             assert not server.is_busy and server.process.poll() is None
             return watcher.messages
 
-        begin = time.monotonic()
         assert isinstance(run(main)[0], Ready)
-        assert time.monotonic() - begin < 60
     finally:
         signal.signal(signal.SIGTERM, former)
