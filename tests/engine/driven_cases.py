@@ -30,6 +30,7 @@ from engine.engine import Engine
 from engine.model import lora_linears
 from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
+from engine.peft.folder import PREFIX
 from engine.runtime import parallel
 from engine.sample import Sample
 from megasync.run.weights import build_exporter
@@ -96,7 +97,7 @@ class Reference:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
         for key in tensors:
-            linear = key.removeprefix(factors.PREFIX).rpartition(".lora_")[0]
+            linear = key.removeprefix(PREFIX).rpartition(".lora_")[0]
             if key.endswith("lora_A.weight"):
                 _, _, last = linear.rpartition(".")
                 owner = key.replace(last, shared.get(last, last))
@@ -460,7 +461,7 @@ def unstable(path: str) -> dict[str, Any]:
     """As `together` on a machine where the rows beside a row change its bits; and the lines that say so."""
     lines = io.StringIO()
     with UnstableProducts(), redirect_stderr(lines):
-        equal = together.__wrapped__(path, ("cross_entropy", "ppo"), tokens_per_microbatch=512)
+        equal = together.__wrapped__(path, ("cross_entropy", "ppo"), tokens_per_microbatch=512)  # type: ignore[attr-defined]
     return {**equal, "lines": len([line for line in lines.getvalue().splitlines() if "take turns" in line])}
 
 

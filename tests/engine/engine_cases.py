@@ -120,7 +120,7 @@ def converted(source: Exporter) -> dict[str, torch.Tensor]:
     """The export by mbridge's conversions of the gathered values themselves, without the copies that are recorded of them."""
     tensors: dict[str, torch.Tensor] = {}
     source.manifest()
-    plans = iter([plan for unit in source._bound for plan in unit.plans])
+    plans = iter([plan for unit in source._unit_plans for plan in unit.plans])
     for part in source.parts():  # only on the sender
         plan = next(plans)
         for weight, places in zip(plan._weights, plan._places, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megasync.config.schema import DataConfig
+from megasync.config.data_section import DataConfig
 from megasync.data.prompts import Prompts
 from megasync.episodes.proxy import Access, Proxy
 from megasync.episodes.render import renderer_of

@@ -278,7 +278,7 @@ print(asyncio.run(tool.run("import resource; print(resource.getrlimit(resource.R
 
 def test_a_machine_without_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     found = shutil.which
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None if name in ("bwrap", "setpriv") else found(name))
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("bwrap", "setpriv") else found(name))
     sandbox.sandbox.cache_clear()
     try:
         with pytest.raises(SandboxError, match=r"unshare: setpriv not found.*Remedy: install bubblewrap"):

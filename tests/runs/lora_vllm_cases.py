@@ -37,12 +37,12 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
         pools["adapter"] = replica(path, adapter_rank=case["lora"]["rank"], tensor_parallel=2, dtype=dtype)
     result: dict[str, Any] = {"tokens": [], "gaps": [], "effects": [], "seconds": {"merged": [], "adapter": []}, "bytes": {}}
     with engine(path, dtype=dtype, **case) as built:
-        sources = {"merged": exporter(built), "adapter": build_adapter_source(built)}
-        spec = sources["adapter"].spec
+        adapter = build_adapter_source(built)
+        sources = {"merged": exporter(built), "adapter": adapter}
         sync = SyncConfig(bucket_bytes=150_000, verify="readback")
         publishers = {
             "merged": Publisher(sources["merged"], pools.get("merged"), sync),
-            "adapter": Publisher(sources["adapter"], pools.get("adapter"), sync, adapter=spec),
+            "adapter": Publisher(sources["adapter"], pools.get("adapter"), sync, adapter=adapter.spec),
         }
         for step in range(num_steps):
             built.update(built.prepare(random_samples(16, seed=step)))
@@ -67,7 +67,7 @@ def publish_both_ways(path: str, folder: str, case: dict[str, Any], num_steps: i
         result["canary"] = canary.compare(num_steps, pools.get("adapter"), publishers["adapter"])["sync/canary_gap"]
         result["differing"] = publishers["adapter"].diff_with_replica(0)
         result["refused"] = [
-            refused(Publisher(sources["adapter"], pools.get("merged"), sync, adapter=spec)),
+            refused(Publisher(sources["adapter"], pools.get("merged"), sync, adapter=adapter.spec)),
             refused(Publisher(sources["merged"], pools.get("adapter"), sync)),
         ]
         if is_rank_zero():

@@ -40,7 +40,8 @@ def config_of(folder: Path) -> Path:
     rollout = {"max_staleness": 1, "on_update": "continue", "max_new_tokens": 6, "evaluate_every_steps": 3}
     rollout |= {"speculation": {"method": "ngram", "num_tokens": 2, "prompt_lookup_min": 1}}
     episode = {"episode": "tests.support.episodes:unsteady", "episode_max_turns": 2, "episode_on_failure": "drop"}
-    config = write_config(folder, run={"log_samples": 8}, rollout={**rollout, **episode}, data={"shuffle": False})
+    sections = {"rollout": {**rollout, **episode}, "algorithm": {"credit": "turn"}, "data": {"shuffle": False}}
+    config = write_config(folder, run={"log_samples": 8}, **sections)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "assets" / "model")
@@ -68,6 +69,17 @@ def test_what_was_sampled_is_what_is_trained(run: tuple[Path, str]) -> None:
         assert 0 < line["episode/given_tokens"] < 3 and 0.8 < line["episode/branches"] < 2
         assert line["episode/tool_seconds"] > 0 and 0 < line["episode/tool_share"] < 1 and line["episode/first"] >= 1
     assert any(line["loss/policy"] != 0 for line in lines) and all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_episodes_are_kept_with_the_rewards_of_their_turns(run: tuple[Path, str]) -> None:
+    """Where they have given any: not by the reward of the run, nor by a client's program, nor where they were dropped."""
+    for record in (load_record(path) for path in paths_of(run[0]).values()):
+        for played in (one for group in record.groups for one in group.members.values()):
+            assert isinstance(played, EpisodeResult)
+            line = played.info.get("line", 0)
+            own = tuple(turn.length / 6 for turn in sorted(played.turns, key=lambda turn: turn.number))
+            assert played.turn_rewards == (own if line and line % 7 else ())
+            assert not played.turn_rewards or played.reward == pytest.approx(sum(played.turn_rewards))
 
 
 def test_drafts_are_verified_and_counted(run: tuple[Path, str]) -> None:

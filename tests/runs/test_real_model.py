@@ -30,7 +30,7 @@ from megasync.tools.assets.smollm2 import FILE, write_smollm2
 from megasync.data.prompts import Prompts
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.resolve import resolve_rewards
-from megasync.config.schema import DataConfig
+from megasync.config.data_section import DataConfig
 from tests.engine.engine_cases import hf_log_probs
 from tests.support.chat_families import Family
 from tests.support.conversations import sampled_and_trained

@@ -1,4 +1,4 @@
-"""Samplers and sources in whole runs that are killed with kill -9: the prompts are those of a run that was not, in its order."""
+"""Samplers, sources and turns' rewards in whole runs that are killed with kill -9: all is as in a run that was not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from megasync.report.log import read_samples
-from tests.runs.train_cases import TORCHRUN, Run, endless_run, launch, metrics, write_config
+from tests.runs.train_cases import TORCHRUN, Run, endless_run, exact, launch, metrics, write_config
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu]
 
 NUM_STEPS, BATCH, KILLED_AFTER = 8, 8, 4
 SAMPLERS: list[dict[str, Any]] = [
     {"sampler": "difficulty", "sampler_arguments": {"visits": 1, "rest_steps": 2}, "sources": True},
-    {"sampler": "tests.support.own_parts:Sampler", "sampler_arguments": {"stride": 97}},
+    {"sampler": "tests.support.own_parts:Sampler", "sampler_arguments": {"stride": 97}, "turns": True},
 ]
+OF_TURNS = {"episode": "tests.support.episodes:Parity", "episode_max_turns": 3, "max_model_len": 64}
 
 
 def trained(folder: Path) -> list[tuple[int, str, int]]:
@@ -28,8 +29,10 @@ def trained(folder: Path) -> list[tuple[int, str, int]]:
 
 
 def run_of(folder: Path, keys: dict[str, Any]) -> Path:
-    data = {name: value for name, value in keys.items() if name != "sources"}
-    config = write_config(folder, run={"log_samples": BATCH}, engine={"wrap": "ddp"}, checkpoint={"every_steps": 3}, data=data)
+    data = {name: value for name, value in keys.items() if name not in ("sources", "turns")}
+    sections = {"rollout": OF_TURNS, "algorithm": {"credit": "turn"}} if keys.get("turns") else {}
+    common = {"run": {"log_samples": BATCH}, "engine": {"wrap": "ddp"}, "checkpoint": {"every_steps": 3}}
+    config = write_config(folder, data=data, **common, **sections)
     if keys.get("sources"):
         source = folder / "assets" / "train.jsonl"
         lines = source.read_text().splitlines(keepends=True)
@@ -61,5 +64,8 @@ def test_a_run_that_was_killed_trains_the_prompts_of_one_that_was_not(tmp_path: 
         assert killed(run) >= KILLED_AFTER
     again = launch(config, f"run.steps={NUM_STEPS}", ranks=1)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert trained(run.folder) == expected
+    assert trained(run.folder) == expected and exact(run.folder) == exact(tmp_path / "whole" / "runs" / "run")
+    for line in read_samples(run.folder) if keys.get("turns") else ():
+        rewards = line["info"]["turn_rewards"]
+        assert line["turns"] == len(rewards) == 3 and line["reward"] == pytest.approx(sum(rewards))
     shutil.rmtree(tmp_path)

@@ -14,6 +14,7 @@ import yaml
 
 from megasync.config.files import STOP_FILE, is_asked_to_stop, newest_checkpoint
 from examples import chat_calculator
+from examples.calculator import write_lines
 from megasync.tools.assets.small_qwen3 import write_small_qwen3
 from megasync.report.log import read_evaluations, read_samples
 from tests.runs.train_cases import metrics, train, write_config
@@ -30,7 +31,7 @@ def supervised(folder: Path) -> Path:
     chat_calculator.build_tokenizer().save_pretrained(model)
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
     parts = {"train": written["conversations"][:100], "held_out": written["conversations_held_out"][:10]}
-    chat_calculator.write_lines(folder, parts)
+    write_lines(folder, parts)
     config = write_config(
         folder,
         run={"steps": STEPS},

@@ -19,7 +19,8 @@ from bridge.export.source import Part
 from bridge.messages import ReplicaState, SyncError
 from bridge.send.publish import Publisher
 from megasync.tools.assets.command import build_tokenizer
-from megasync.config.schema import Config, ModelConfig, RolloutConfig
+from engine.config import ModelConfig
+from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import EpisodeResult, Task
 from megasync.launch.ray_cluster import start_ray

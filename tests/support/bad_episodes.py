@@ -56,6 +56,8 @@ KINDS: dict[str, Kind] = {
     "metric_nan": lambda model, task: returns(Result(1.0, {"calls": float("nan")})),
     "metrics_list": lambda model, task: returns(Result(1.0, ["calls"])),  # type: ignore[arg-type]
     "info_text": lambda model, task: returns(Result(1.0, {}, "said")),  # type: ignore[arg-type]
+    "turn_rewards": lambda model, task: returns(Result(None, turn_rewards=[1.0, 0.5])),
+    "turn_text": lambda model, task: returns(Result(None, turn_rewards=["much"])),  # type: ignore[list-item]
     "raises": lambda model, task: raises(ZeroDivisionError("on purpose")),
     "system_exit": lambda model, task: raises(SystemExit(3)),
     "missing_module": lambda model, task: raises(ModuleNotFoundError("No module named 'my_tools'")),

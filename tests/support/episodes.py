@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import random
@@ -66,6 +67,10 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one f
         case "opens":
             opened = [Path(os.devnull).open() for _ in range(2000)]  # noqa: SIM115
             print(len(opened))
+        case "rewards":  # each turn, by a list that is given as JSON; the total, too, unless it is null
+            await model.complete(task.prompt_ids)
+            total, given = json.loads(option)
+            return Result(total, turn_rewards=given)
         case "rests":
             for _ in range(3):
                 await asyncio.sleep(float(option))
@@ -89,9 +94,8 @@ async def two_turns(task: Task, model: Any) -> float:
 
 
 async def unsteady(task: Task, model: Any) -> Result | None:
-    """Two turns. Every eighth line fails, every seventh is played by OpenAI's client, every third forgets its first turn.
-
-    Every fifth is scored by the run's reward.
+    """Two turns with a reward each. Every eighth line fails, every seventh is played by OpenAI's client, which gives one reward,
+    every third forgets its first turn. Every fifth is scored by the run's reward.
     """
     if task.line % 8 == 0:
         raise RuntimeError("broken on purpose")
@@ -100,10 +104,11 @@ async def unsteady(task: Task, model: Any) -> Result | None:
     first = await model.complete(task.prompt_ids)
     await asyncio.sleep(0.01 * (task.seed + task.member) % 0.05)
     given = model.encode("=7" if task.line % 3 else "xyz")
-    await model.complete([*task.prompt_ids, *(first.token_ids if task.line % 3 else []), *given])
+    second = await model.complete([*task.prompt_ids, *(first.token_ids if task.line % 3 else []), *given])
     if task.line % 5 == 0:
         return None
-    return Result(len(first.token_ids) / 6, {"first": len(first.token_ids)}, {"line": task.line})
+    rewards = [len(each.token_ids) / 6 for each in (first, second)]
+    return Result(None, {"first": len(first.token_ids)}, {"line": task.line}, turn_rewards=rewards)
 
 
 async def by_client(task: Task, model: Any) -> Result:
@@ -246,6 +251,20 @@ class Guess:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
         return "no", float(action == self.answer), self.left == 0, False, {"left": self.left}
+
+
+class Parity:
+    """Three turns, each worth the less the later it is, if the sum of its text's bytes is odd."""
+
+    def __init__(self, task: Task) -> None:
+        self.place = 0
+
+    def reset(self) -> str:
+        return "="
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.place += 1
+        return "+", sum(action.encode()) % 2 / self.place, self.place == 3, False, {}
 
 
 class Endless(Guess):

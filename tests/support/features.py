@@ -65,7 +65,7 @@ def features(folder: Path, url: str) -> list[dict[str, Keys]]:
         {"support": {"algorithm.support_replay": True, "rollout.top_k": 16, "rollout.top_p": 0.8}},
         {"lora": lora, "lora_adapter": {**lora, "engine.lora.sync": "adapter"}},
         {"experts": experts, "routes": {**experts, "algorithm.router_replay": "rollout"}},
-        {"episodes": episodes},
+        {"episodes": episodes, "turns": {**episodes, "algorithm.credit": "turn"}},
         {"stale": {"rollout.max_staleness": 4}, "stale_continue": {"rollout.max_staleness": 4, "rollout.on_update": "continue"}},
         {"ngram": {"rollout.speculation.method": "ngram", "rollout.speculation.prompt_lookup_min": 1}, "draft_model": drafts},
         {"packed": {"engine.tokens_per_microbatch": 64}},

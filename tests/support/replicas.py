@@ -11,6 +11,7 @@ import torch
 
 from bridge.config import OnUpdate, ReplicaConfig
 from bridge.generation import Completion, GenerationRequest
+from bridge.notes import note
 from bridge.vllm.serving import patches, requests as vllm_requests
 from bridge.replicas.pool import ReplicaPool
 from bridge.replicas.replica import Replica
@@ -99,7 +100,7 @@ class SpawnedReplica(OpenReplica):
     """Its core and workers are new processes, as on GPUs, and not forked, which it notes."""
 
     async def start(self) -> int:
-        patches.fork_processes = lambda: patches.note("spawned")
+        patches.fork_processes = lambda: note("spawned")
         return await super().start()
 
 

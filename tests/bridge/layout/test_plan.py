@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge.receive.bake import bake, matching_regions
+from bridge.layout.regions import matching_regions
+from bridge.receive.bake import bake
 from bridge.layout.plan import LoadPlan
 from bridge.receive.unpack import Unpacker
 from bridge.layout.bucket import Bucket, StagePlan, SyncPlan

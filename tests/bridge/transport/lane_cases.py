@@ -83,10 +83,11 @@ def send(pipe: Connection, rank: int, num_readers: int, device: torch.device) ->
     stage = stage.lane(lane.buckets(stage.num_buckets))
     writer = DamagingWriter(stage, lane, plan(num_readers), use(device))
     pipe.send(writer.endpoint)
-    sender = StageSender(source(0), stage, writer)
+    slow = source(0)
+    sender = StageSender(slow, stage, writer)
     while (call := pipe.recv()) is not None:
-        version, sender.source.seconds, writer.damaged = call
-        sender.source.tensors = {name: tensor.to(device) for name, tensor in source(version).tensors.items()}
+        version, slow.seconds, writer.damaged = call
+        slow.tensors = {name: tensor.to(device) for name, tensor in source(version).tensors.items()}
         pipe.send(sender.run(time.monotonic() + SECONDS, lambda: None, "digest").problem)
     writer.close()
 

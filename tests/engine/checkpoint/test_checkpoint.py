@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_a_step_that_is_written_once_more_is_whole_at_any_moment(tmp_path: Path,
     for folder, text in ((tmp_path / "step_00000001", "1"), (tmp_path / "step_00000002", "former"), (written, "2")):
         folder.mkdir()
         (folder / "index.json").write_text(text)
-    monkeypatch.setattr(saving.shutil, "rmtree", killed)
+    monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         saving._commit(written, tmp_path / "step_00000002", keep=1)
     found = newest(tmp_path)

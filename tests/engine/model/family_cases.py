@@ -73,7 +73,7 @@ def gradients_against_hf(paths: list[str], samples: list[Sample]) -> list[dict[s
         with engine(path, name="sft", optimizer={"learning_rate": 0.0, "clip_grad_norm": 0.0}) as built:
             built.update(built.prepare(samples))
             for parameter in built.chunks[0].parameters():
-                parameter.data.copy_(parameter.main_grad)
+                parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
             found = by_itself({name: tensor.clone() for name, tensor in everywhere(built)})
         expected = by_itself(hf_gradients(path, samples))
         assert sorted(found) == sorted(expected)

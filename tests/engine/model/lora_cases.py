@@ -14,7 +14,7 @@ from engine.peft import factors
 from engine.engine import Engine
 from engine.sample import Sample
 from bridge.export.source import whole_tensors
-from engine.checkpoint.shards import local
+from engine.wrap.optimizer import local
 from tests.support.tiny_models import load_model
 from tests.engine.engine_cases import converted, engine, exporter, interrupted_run, log_probs, random_samples
 

@@ -121,9 +121,9 @@ def write_packed(folder: Path, **config: int) -> Path:
         decoded[name] = mxfp4.decode(blocks, scales)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     save_file(decoded, plain / "model.safetensors", {"format": "pt"})
-    config = path / "config.json"
+    file = path / "config.json"
     fields = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     return path
 
 

@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_refused(root: Path, model: str, shared: str, apart
         },
         "use_dora = True is not supported": {"adapter_path": changed(shared, root / "dora", fields={"use_dora": True})},
         "has only lora_A": {"adapter_path": changed(shared, root / "half", drop="layers.2.mlp.down_proj.lora_B")},
-        "they are [4, 256]": {"adapter_path": changed(shared, root / "narrow", reshape=True)},
+        "has A [4, 255] and B [128, 4], [4, 256]": {"adapter_path": changed(shared, root / "narrow", reshape=True)},
     }
     arguments = {"path": model, "cases": [{**LORA, **case} for case in cases.values()]}
     for words, message in zip(cases, run_ranks(1, "tests.engine.model.lora_cases:refusals", arguments)[0], strict=True):

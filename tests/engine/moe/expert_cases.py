@@ -14,7 +14,8 @@ from engine.moe import experts
 from engine.runtime import parallel
 from engine.config import ParallelConfig
 from engine.engine import Engine
-from tests.engine.engine_cases import engine, exporter, leave_groups, log_probs, random_samples
+from bench.equivalence.measure import leave_groups
+from tests.engine.engine_cases import engine, exporter, log_probs, random_samples
 
 # a step of AdamW that subtracts the gradient g from a weight, but for a factor 1 / (1 + |g| / epsilon)
 GRADIENT_STEP = {

@@ -16,7 +16,8 @@ from engine.runtime import parallel
 from engine.config import ParallelConfig
 from engine.runtime.megatron import get_gpt_decoder_block_spec
 from engine.sample import Sample
-from tests.engine.engine_cases import engine, exporter, leave_groups, log_probs, random_samples
+from bench.equivalence.measure import leave_groups
+from tests.engine.engine_cases import engine, exporter, log_probs, random_samples
 from tests.engine.moe.expert_cases import GRADIENT_STEP
 
 

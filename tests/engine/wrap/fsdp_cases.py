@@ -16,7 +16,8 @@ from engine.runtime import gloo, parallel, workarounds
 from engine.wrap import table
 from engine.config import EngineConfig, ParallelConfig
 from engine.runtime.megatron import parallel_state as mpu
-from tests.engine.engine_cases import engine, leave_groups, random_samples
+from bench.equivalence.measure import leave_groups
+from tests.engine.engine_cases import engine, random_samples
 
 UNCLIPPED = {"clip_grad_norm": 0.0}
 

@@ -30,7 +30,7 @@ def cases(wrap: str) -> list[dict[str, Any]]:
     one = [{name: value} for name, field in TAKEN.items() for value in field.choices or VALUES[field.kind]]
     strategies = TAKEN["data_parallel_sharding_strategy"].choices
     several = [TOGETHER, *({"data_parallel_sharding_strategy": each, "overlap_param_gather": False} for each in strategies)]
-    allowed = [each for each in one + several if not any(refusal(wrap, *override) for override in each.items())]
+    allowed = [each for each in one + several if not any(refusal(wrap, *override) for override in each.items())]  # type: ignore[attr-defined]
     plain = ddp_config(EngineConfig(wrap=wrap))
     return [{}, *(each for each in allowed if ddp_config(EngineConfig(wrap=wrap, overrides=each)) != plain)]
 
