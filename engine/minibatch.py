@@ -40,10 +40,12 @@ class MiniBatch:
 def with_advantages(
     table: SampleTable, algorithm: AlgorithmConfig, max_new_tokens: int, own: OwnFunctions, penalties: Numbers | None = None
 ) -> SampleTable:
-    """The table with the advantage of each sample's member. `penalties`: of each sample, taken from its member's reward.
+    """The table with the advantage of each sample's member, with `algorithm.credit=turn` of each of its turns. `penalties`: of
+    each sample, taken from its member's reward.
 
     Raises:
-        ValueError: a function of the user's own raised, or returned something else than finite numbers.
+        ValueError: a function of the user's own raised, or returned something else than finite numbers; samples have no
+            `turn_returns`, which `algorithm.credit=turn` needs.
     """
     members = table.members
     _, firsts = np.unique(members, return_index=True)
@@ -62,13 +64,26 @@ def with_advantages(
         part_weights=own.part_weights,
         greedy_rewards=table.columns["greedy_reward"][firsts],
     )
-    try:
-        found = advantages.checked_advantages(own.advantage_of(algorithm)(batch), len(firsts))
-    except Exception as error:
-        if not is_own(algorithm.advantage):
-            raise
-        raise ValueError(f"algorithm.advantage = {algorithm.advantage}: {type(error).__name__}: {error}") from error
+    by_turn = algorithm.credit == "turn"
+    found = _of_turns(batch, table.columns["turn_returns"][firsts]) if by_turn else _of_members(batch, own)
     return dataclasses.replace(table, advantages=found[members])
+
+
+def _of_turns(batch: advantages.AdvantageInput, returns: Numbers) -> Numbers:
+    if not returns.size:
+        raise ValueError("algorithm.credit = turn: samples have no turn_returns")
+    how = batch.config.normalize_advantage_by_std, batch.config.baseline
+    return advantages.turn_advantages(batch.rewards, returns[:, :1] - returns, batch.groups.tolist(), *how)
+
+
+def _of_members(batch: advantages.AdvantageInput, own: OwnFunctions) -> Numbers:
+    name = batch.config.advantage
+    try:
+        return advantages.checked_advantages(own.advantage_of(batch.config)(batch), len(batch.rewards))
+    except Exception as error:
+        if not is_own(name):
+            raise
+        raise ValueError(f"algorithm.advantage = {name}: {type(error).__name__}: {error}") from error
 
 
 def kl_penalties(
@@ -95,8 +110,11 @@ def set_advantages(minibatches: Sequence[MiniBatch], table: SampleTable) -> None
     for mini in minibatches:
         for micro in mini.microbatches:
             if micro.samples:
-                own = table.advantages[mini.first_sample :][micro.samples].astype(np.float32)
-                micro.advantages = torch.from_numpy(own).to(micro.advantages.device)[micro.segment]
+                values = np.zeros(micro.num_tokens, np.float32)
+                for index, begin in zip(micro.samples, micro.starts, strict=True):
+                    own = table.token_advantages(mini.first_sample + index)
+                    values[begin : begin + len(own)] = own
+                micro.advantages = torch.from_numpy(values).to(micro.advantages.device)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ class Sample:
     finish_reason: str = "stop"  # stop | length: the response was cut off at the most tokens allowed
     reward_parts: Sequence[float] = ()  # of each reward, without its weight, where there are several; NaN: not known
     greedy_reward: float = math.nan  # of its prompt's greedy response, where there is one
+    # with algorithm.credit=turn: of each turn of the member, the sum of its reward and of those of later ones; NaN: no such turn
+    turn_returns: Sequence[float] = ()
+    turn_spans: Sequence[tuple[int, int, int]] = ()  # beside these: turn, first response token and number of its sampled tokens
     # [tokens - 1, layers, experts of a token], where vLLM returned them; of all tokens but the last, which went through no layer
     routed_experts: ExpertArray = field(default_factory=lambda: np.empty((0, 0, 0), np.uint8))
     # [response tokens + kept tokens]: of each response token how many tokens the sampler kept, then their ids; empty: not known

@@ -7,6 +7,7 @@ Leaves out the choice of samples (plan.py), the loss (loss.py) and the transport
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from engine.batch.packed import NO_EXPERT, PackedSequences
 from engine.sample import TEACHER_ARRAYS, TOKEN_ARRAYS, BoolArray, FloatArray, Sample
 
 ARRAYS = (*TOKEN_ARRAYS, *TEACHER_ARRAYS, "routed_experts", "support", "is_sampled")
+PADDING = {"turn_returns": math.nan, "turn_spans": (0, 0, 0)}  # of columns whose rows differ in length
 COLUMNS = tuple(field.name for field in fields(Sample) if field.name not in ARRAYS)
 NO_TOKEN = -1
 
@@ -31,7 +33,7 @@ class SampleTable:
     response_lengths: npt.NDArray[np.int64]
     sampled_lengths: npt.NDArray[np.int64]  # of the responses, without given tokens
     support_lengths: npt.NDArray[np.int64]  # of Sample.support
-    advantages: npt.NDArray[np.float64]  # 0 until they are known
+    advantages: npt.NDArray[np.float64]  # 0 until they are known; with algorithm.credit=turn [n, turns]
     columns: dict[str, npt.NDArray[Any]]  # by the name of the Sample's field, all that are no arrays themselves
     samples: Sequence[Sample | None]  # None: another data-parallel rank has its tokens
     routed: tuple[int, int, str] | None = None  # layers, experts of a token, dtype of their `routed_experts`, where there are any
@@ -48,7 +50,7 @@ class SampleTable:
             sampled_lengths=np.array([sample.num_sampled for sample in samples], np.int64),
             support_lengths=_support_lengths(samples),
             advantages=np.zeros(len(samples)),
-            columns={name: np.array([getattr(sample, name) for sample in samples]) for name in COLUMNS},
+            columns={name: _column(name, [getattr(sample, name) for sample in samples]) for name in COLUMNS},
             samples=samples,
             routed=_routed(samples),
             teacher_top_k=_teacher_top_k(samples),
@@ -73,6 +75,17 @@ class SampleTable:
         is_next = (group[1:] != group[:-1]) | (member[1:] != member[:-1]) | (member[1:] < 0)
         return np.concatenate([np.zeros(min(1, len(self)), np.int64), np.cumsum(is_next, dtype=np.int64)])
 
+    def token_advantages(self, index: int) -> FloatArray:
+        """Of a sample, each at the position that predicts its token, float32 [tokens]."""
+        own, num_prompt = self.advantages[index], self.prompt_lengths[index]
+        found = np.zeros(num_prompt + self.response_lengths[index], np.float32)
+        if own.ndim == 0:
+            found[:] = own
+            return found
+        for turn, first, number in self.columns["turn_spans"][index].tolist():
+            found[num_prompt + first - 1 :][:number] = own[turn]
+        return found
+
     def part(self, part: range) -> SampleTable:
         """The consecutive samples `part` as a table of their own."""
         cut = slice(part.start, part.stop)
@@ -93,6 +106,13 @@ class SampleTable:
         for index in indices:
             kept[index] = self.samples[index]
         return dataclasses.replace(self, samples=kept)
+
+
+def _column(name: str, rows: list[Any]) -> npt.NDArray[Any]:
+    if name in PADDING:
+        size = max(map(len, rows), default=0)
+        rows = [[*row, *[PADDING[name]] * (size - len(row))] for row in rows]
+    return np.array(rows)
 
 
 def _support_lengths(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
@@ -187,12 +207,12 @@ class _Arrays(NamedTuple):
             teacher["teacher_top_log_probs"] = np.zeros((num_tokens, table.teacher_top_k), np.float32)
         return _Arrays(tokens, labels, mask, advantages, log_probs, experts, support, teacher)
 
-    def put(self, sample: Sample, begin: int, advantage: float, *, has_weight: bool) -> None:
+    def put(self, sample: Sample, begin: int, advantages: FloatArray, *, has_weight: bool) -> None:
         """Write a sample's values, beginning at token `begin`."""
         end = begin + sample.num_tokens
         self.tokens[begin:end] = np.concatenate([sample.prompt_ids, sample.response_ids])
         self.labels[begin : end - 1] = self.tokens[begin + 1 : end]
-        self.advantages[begin:end] = advantage
+        self.advantages[begin:end] = advantages
         predictions = slice(end - len(sample.response_ids) - 1, end - 1)
         if has_weight:
             self.mask[predictions] = sample.is_sampled if len(sample.is_sampled) else 1.0
@@ -236,7 +256,7 @@ def pack(
     for index, begin in zip(chosen, starts, strict=False):
         sample = table.samples[index]
         assert sample is not None, f"the tokens of sample {index} are on another rank"
-        arrays.put(sample, begin, table.advantages[index], has_weight=bool(indices))
+        arrays.put(sample, begin, table.token_advantages(index), has_weight=bool(indices))
     teacher = {name: on_device(values) for name, values in arrays.teacher.items()}
     return MicroBatch(
         samples=indices,

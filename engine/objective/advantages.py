@@ -6,8 +6,10 @@ rollouts') and the use of advantages (loss.py). Plain functions of numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import comb
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.algorithm import AlgorithmConfig
 
 Numbers = npt.NDArray[np.float64]
 EPSILON = 1e-6  # added to standard deviations
+ROUNDING = 1e-9  # largest difference of equal sums of rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +53,17 @@ class AdvantageInput:
 AdvantageFunction = Callable[[AdvantageInput], Any]  # n finite numbers: a list, or an array or a tensor [n]
 
 
-def is_group_worth_training(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a prompt's samples differ: else every advantage is 0 (dynamic sampling, DAPO, arXiv:2503.14476)."""
-    return any(reward != rewards[0] for reward in rewards)
+def is_group_worth_training(returns: Sequence[Sequence[float]]) -> bool:
+    """Whether any advantage of a prompt's samples is not 0 (dynamic sampling, DAPO, arXiv:2503.14476).
+
+    Args:
+        returns: of each sample its reward alone or, with `algorithm.credit=turn`, of each turn the rewards of it and later ones.
+    """
+    if any(own[0] != returns[0][0] for own in returns):
+        return True
+    earlier = zip_longest(*([own[0] - later for later in own] for own in returns), fillvalue=math.nan)
+    spread = [max(own) - min(own) for column in earlier if (own := [value for value in column if not math.isnan(value)])]
+    return max(spread, default=0.0) > ROUNDING
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
@@ -90,10 +103,47 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], by_std: bo
         if baseline == "leave_one_out" and len(indices) > 1:
             centred = centred * (len(indices) / (len(indices) - 1))
         if by_std:
-            centred = centred / (values.std(unbiased=len(indices) > 1) + 1e-6)
+            centred = centred / (_deviation(values) + EPSILON)
         for index, value in zip(indices, centred.tolist(), strict=True):
             result[index] = value
     return result
+
+
+def _deviation(values: torch.Tensor) -> torch.Tensor:
+    """Of a sample; 0 of a single value."""
+    return values.std(unbiased=len(values) > 1)
+
+
+def turn_advantages(
+    totals: Numbers, earlier: Numbers, groups: Sequence[int], by_std: bool, baseline: str = "group_mean"
+) -> Numbers:
+    """Of each turn, float64 [n, turns]: the advantage of the member's total reward, less that of its rewards before the turn.
+
+    What was rewarded before a turn is compared among the group's members that have such a turn. With `by_std` a group is divided
+    by the largest standard deviation of both, since the totals may be equal. Invariants: rewards in last turns alone give all
+    turns the `group_advantages` of the totals, however long the episodes are; in episodes of one length each turn is compared by
+    the rewards of it and of later ones.
+
+    Args:
+        totals: float64 [n].
+        earlier: float64 [n, turns], the sum of the rewards before each turn; NaN where a member has no such turn.
+    """
+    import torch
+
+    of_totals = np.array(group_advantages(totals.tolist(), groups, by_std=False, baseline=baseline))
+    found = np.repeat(of_totals[:, None], earlier.shape[1], axis=1)
+    numbers = np.asarray(groups)
+    scales = {group: [totals[numbers == group]] for group in set(groups)}
+    for turn, column in enumerate(earlier.T):
+        has_turn = ~np.isnan(column)
+        own = numbers[has_turn].tolist()
+        found[has_turn, turn] -= group_advantages(column[has_turn].tolist(), own, by_std=False, baseline=baseline)
+        found[~has_turn, turn] = 0.0
+        for group in set(own):
+            scales[group].append(column[has_turn & (numbers == group)])
+    for group, values in scales.items() if by_std else ():
+        found[numbers == group] /= max(_deviation(torch.from_numpy(each)).item() for each in values) + EPSILON
+    return found
 
 
 def group(batch: AdvantageInput) -> list[float]:

@@ -28,10 +28,7 @@ class CannotResumeError(RuntimeError):
 
 
 async def play(environment: Any, task: Task, model: Any) -> Result:
-    """The sum of the rewards, up to the end that the environment gives or a limit of the run, which cuts it off.
-
-    All sampled tokens of the episode get the advantage of that sum; the rewards of the turns are in `info`.
-    """
+    """The rewards of turns and their sum, up to the end that the environment gives or a limit of the run, which cuts it off."""
     rewards, metrics, talk, is_cut_off = list[float](), dict[str, float](), _Talk(task, model), False
     kept = _Recorded(environment, task, getattr(model, "answers", None) or Answers())
     try:
@@ -51,7 +48,7 @@ async def play(environment: Any, task: Task, model: Any) -> Result:
     finally:
         if callable(close := getattr(environment, "close", None)):
             await call_tool(close)
-    return Result(math.fsum(rewards), metrics, {TURN_REWARDS: rewards}, is_cut_off)
+    return Result(math.fsum(rewards), metrics, {TURN_REWARDS: rewards}, is_cut_off, rewards)
 
 
 class _Recorded:

@@ -19,6 +19,7 @@ class Settings(NamedTuple):
     memory_bytes: int | None
     open_files: int
     concurrency: int
+    credits_turns: bool = False  # each turn's rewards are learnt from
 
 
 class Play(NamedTuple):
@@ -83,3 +84,4 @@ class EpisodeEnd(NamedTuple):
     own_seconds: float = 0.0  # without the model's time, by the trainer's measure
     is_cut_off: bool = False
     tool_seconds: float = 0.0  # by the worker's measure, or own_seconds where the worker died
+    turn_rewards: tuple[float, ...] = ()

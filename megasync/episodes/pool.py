@@ -89,7 +89,7 @@ class EpisodePool:
         own = config.rollout
         assert own.episode is not None
         limits = own.episode_memory_bytes, own.episode_open_files, own.episode_concurrency
-        settings = Settings(own.episode, config.model.path, config.data, *limits)
+        settings = Settings(own.episode, config.model.path, config.data, *limits, config.algorithm.credit == "turn")
         self.workers = WorkerPool(
             PoolSettings(
                 name="rollout.episode: a process for episodes",

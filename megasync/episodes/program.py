@@ -11,7 +11,7 @@ import json
 import math
 import resource
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast as _PreTrainedTokenizerFast  # noqa: F401 # takes seconds: once for all forks
 
+from megasync.config.data_section import TURN_REWARDS
 from megasync.data.prompts import Prompts
 from megasync.episodes.chat import Completion, Model, Reply
 from megasync.episodes.environments import CannotResumeError
@@ -48,7 +49,7 @@ class Player:
 
     def __init__(self, settings: Settings) -> None:
         limit_output(MAX_PRINTED_BYTES)
-        self.play = resolve_episode(settings.episode)
+        self.play, self.credits_turns = resolve_episode(settings.episode), settings.credits_turns
         prompts = Prompts(settings.model_path, settings.data, has_turns=True)
         tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
         threading.stack_size(STACK_BYTES)
@@ -81,7 +82,8 @@ class Player:
         except EpisodeLimitError as error:
             return EpisodeEnd(tuple(recorder.numbers), limit=str(error))
         is_cut_off = isinstance(value, Result) and value.is_cut_off
-        return EpisodeEnd(tuple(recorder.numbers), *_result(value), is_cut_off=is_cut_off)
+        rewards = _turn_rewards(value, len(recorder.numbers), credits_turns=self.credits_turns)
+        return EpisodeEnd(tuple(recorder.numbers), *_result(value, rewards), is_cut_off=is_cut_off, turn_rewards=rewards)
 
     async def proxy(self) -> Proxy:
         """One for all episodes of the worker, started by the first that wants it."""
@@ -175,7 +177,28 @@ class Asker:
         return NumberedTurn(*arrays, sampled.finish_reason, number=turn)
 
 
-def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
+def _turn_rewards(value: Any, num_turns: int, *, credits_turns: bool) -> tuple[float, ...]:
+    """Of an episode's return value; empty where it has none, or, unless they are needed, wrong ones.
+
+    Raises:
+        BadValueError: there is not one for each turn, or the reward is another number than their sum.
+    """
+    if not isinstance(value, Result) or value.turn_rewards is None:
+        return ()
+    if isinstance(value.turn_rewards, Mapping) or not isinstance(value.turn_rewards, Iterable):
+        raise BadValueError(f"returned turn_rewards of type {type(value.turn_rewards).__name__}, a list of numbers is expected")
+    found = tuple(_finite(reward, "a turn's reward ") for reward in value.turn_rewards)
+    total, problem = math.fsum(found), ""
+    if len(found) != num_turns:
+        problem = f"returned {len(found)} turn_rewards for {num_turns} turns, one for each is expected"
+    elif value.reward is not None and not math.isclose(_finite(value.reward, ""), total, rel_tol=1e-6, abs_tol=1e-6):
+        problem = f"returned the reward {value.reward!r} beside turn_rewards of {total!r} in all, their sum or None is expected"
+    if problem and (credits_turns or value.reward is None):
+        raise BadValueError(problem)
+    return () if problem else found
+
+
+def _result(value: Any, turn_rewards: tuple[float, ...]) -> tuple[float | None, dict[str, float], dict[str, Any]]:
     """Reward, metrics and info of an episode's return value.
 
     Raises:
@@ -191,9 +214,11 @@ def _result(value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]
     for given, name, expected in fields:
         if not isinstance(given, Mapping):
             raise BadValueError(f"returned {name} of type {type(given).__name__}, {expected} is expected")
-    reward = None if result.reward is None else _finite(result.reward, "")
+    own = math.fsum(turn_rewards) if result.reward is None and result.turn_rewards is not None else result.reward
+    reward = None if own is None else _finite(own, "")
     metrics = {str(name): _finite(number, f"the metric {name} = ") for name, number in result.metrics.items()}
-    return reward, metrics, _json(result.info)
+    info = {TURN_REWARDS: turn_rewards} if turn_rewards else {}
+    return reward, metrics, _json({**info, **result.info})
 
 
 def _finite(number: Any, prefix: str) -> float:

@@ -8,7 +8,8 @@ Leaves out the model that it talks to (chat.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)  # logged as episode/NAME, a mean over episodes
     info: Mapping[str, Any] = field(default_factory=dict)  # for samples.jsonl, as JSON
     is_cut_off: bool = False  # by a limit that the episode caught; its finish_reason is length
+    # of each request to the model, in their order; the reward is their sum, or None. Without them the last turn has the reward
+    turn_rewards: Sequence[float] | None = None
 
 
 class EpisodeLimitError(ValueError):
@@ -65,6 +68,7 @@ class EpisodeResult:
     answers: tuple[EnvironmentAnswer, ...] = ()
     num_resumed: int = 0  # turns of a checkpoint from which it resumed
     is_restart: bool = False  # it could not resume from that checkpoint
+    turn_rewards: tuple[float, ...] = ()  # whose sum is `reward`; empty: all of it is the last turn's
 
     @property
     def num_sampled(self) -> int:
@@ -74,6 +78,20 @@ class EpisodeResult:
     def num_given(self) -> int:
         """Tokens behind a branch's prompt that were not sampled in it."""
         return sum(len(branch.token_ids) - branch.prompt_length for branch in self.branches) - self.num_sampled
+
+    def turn_returns(self, reward: float) -> tuple[float, ...]:
+        """Of each turn, in the order of requests, the sum of its reward and of those of later ones. `reward`: of the episode."""
+        rewards = self.turn_rewards or (*(0.0,) * (self.num_turns - 1), reward)
+        return tuple(math.fsum(rewards[turn:]) for turn in range(len(rewards)))
+
+    @property
+    def turn_spans(self) -> list[list[tuple[int, int, int]]]:
+        """Of each branch: turn, first response token and number of the tokens that were sampled in it."""
+        spans: list[list[tuple[int, int, int]]] = [[] for _ in self.branches]
+        for turn, record in enumerate(sorted(self.turns, key=lambda record: record.number)):
+            first = record.start - self.branches[record.branch].prompt_length
+            spans[record.branch].append((turn, first, record.length))
+        return spans
 
     @property
     def oldest(self) -> int | None:

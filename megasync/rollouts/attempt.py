@@ -89,4 +89,5 @@ def result_of(attempt: Attempt, ended: EpisodeEnd, turns: list[tuple[Any, Turn]]
         answers=attempt.history.answers_in_order,
         num_resumed=len(attempt.history.resumed),
         is_restart=attempt.history.is_restart,
+        turn_rewards=ended.turn_rewards,
     )

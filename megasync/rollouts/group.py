@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bridge.generation import Completion, GenerationRequest
+from engine.objective.advantages import is_group_worth_training
 from megasync.episodes.task import EpisodeResult, Task
 from megasync.rewards.pool import Scored
 from megasync.rollouts.progress import SavedGroup, SavedSample
@@ -57,6 +58,7 @@ class Group:
     completions: list[Completion | EpisodeResult | None] = field(default_factory=list)
     playing: dict[int, EpisodeResult] = field(default_factory=dict)  # unfinished episodes of a checkpoint, by member
     scored: list[Scored | None] = field(default_factory=list)
+    credits_turns: bool = False  # each turn's rewards are learnt from
     has_teacher: bool = False  # its samples need a teacher's scores, which checkpoints leave out
     rewarded: dict[int, Scored] = field(default_factory=dict)  # samples of a checkpoint that still need them
     in_scoring: set[int] = field(default_factory=set)
@@ -167,6 +169,20 @@ class Group:
         scored = self.scored[index]
         known = scored.parts if scored is not None else {}
         return tuple(known.get(name, math.nan) for name in self.part_names)
+
+    def turn_returns(self, index: int) -> tuple[float, ...]:
+        """Of a member that is scored, as EpisodeResult has them; empty with algorithm.credit=episode."""
+        done, scored = self.completions[index], self.scored[index]
+        if not self.credits_turns or not isinstance(done, EpisodeResult) or scored is None:
+            return ()
+        return done.turn_returns(scored.total)
+
+    @property
+    def is_worth_training(self) -> bool:
+        """Whether any advantage is not 0."""
+        if not self.credits_turns:
+            return is_group_worth_training([[reward] for reward in self.own_rewards])
+        return is_group_worth_training([self.turn_returns(index) for index in self.trained_members])
 
     @property
     def own_rewards(self) -> list[float]:

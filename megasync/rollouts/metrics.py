@@ -3,7 +3,7 @@
 Groups whose samples all have the same reward teach nothing: UniformRewardMonitor says so after several such steps. Leaves out the
 metrics of the rewards' functions (rewards/pool.py) and of evaluations (evaluation.py).
 
-    fraction = tied_fraction([[1.0, 1.0], [0.0, 1.0]])     # 0.5
+    fraction = tied_fraction([[[1.0], [1.0]], [[0.0], [1.0]]])     # 0.5
     note = UniformRewardMonitor().observe(step=3, fraction=1.0, rewards=[0.0, 0.0])
 """
 
@@ -63,8 +63,8 @@ def source_metrics(groups: Sequence[tuple[str, Sequence[float]]]) -> dict[str, f
     return found
 
 
-def tied_fraction(groups: Sequence[Sequence[float]]) -> float:
-    """From 0 to 1, of groups of rewards as the advantages are made of them."""
+def tied_fraction(groups: Sequence[Sequence[Sequence[float]]]) -> float:
+    """From 0 to 1, of groups of `learnt_rewards`."""
     return statistics.fmean(not is_group_worth_training(rewards) for rewards in groups)
 
 
@@ -101,12 +101,16 @@ def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
     return {"penalty": overlong_penalty(num_tokens, config.rollout.max_sampled_tokens, config.algorithm.overlong_buffer)}
 
 
-def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """The rewards of each group, with their penalties. Advantages are computed from them."""
-    groups: dict[int, list[float]] = {}
+def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[list[float]]]:
+    """Of each member of each group the reward with its penalty, or, with `algorithm.credit=turn`, the returns of its turns.
+
+    Advantages are computed from them.
+    """
+    groups: dict[int, list[list[float]]] = {}
     for member in members_of(samples):
         penalty = penalty_fields(config, sum(one.num_sampled for one in member)).get("penalty", 0.0)
-        groups.setdefault(member[0].group, []).append(member[0].reward + penalty)
+        learnt = member[0].turn_returns if config.algorithm.credit == "turn" else [member[0].reward]
+        groups.setdefault(member[0].group, []).append([reward + penalty for reward in learnt])
     return list(groups.values())
 
 

@@ -30,7 +30,7 @@ OF_EPISODES = (
     *("metrics", "info"),
 )
 OF_BRANCHES = ("log_probs", "weight_versions", "finish_reason", "routed_experts", "support")
-RECORDED = ("turns", "answers", "num_resumed")
+RECORDED = ("turns", "answers", "num_resumed", "turn_rewards")
 RESTART = "is_anew"  # in the file, of `is_restart`
 FILE = "rollouts.npz"
 FINISH_REASONS = ("stop", "length")
@@ -163,6 +163,7 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Episod
     for number, (begin, end) in zip(data["num_branches"].tolist(), pairwise([0, *np.cumsum(data["text_bytes"])]), strict=True):
         fields = json.loads(text[begin:end])
         fields["turns"] = tuple(TurnRecord(*row)._replace(stop=tuple(row[-1])) for row in fields["turns"])
+        fields["turn_rewards"] = tuple(fields.get("turn_rewards", ()))  # older versions wrote none
         fields["answers"] = tuple(EnvironmentAnswer(*row) for row in fields["answers"])
         yield EpisodeResult(tuple(branches[place : place + number]), is_restart=fields.pop(RESTART), **fields)
         place += number

@@ -19,7 +19,6 @@ from bridge.generation import Completion
 from engine.algorithm import GROUPED
 from engine.batch.batch import SampleTable
 from engine.config import is_own
-from engine.objective.advantages import is_group_worth_training
 from engine.sample import Sample
 from megasync.data.data import Example
 from megasync.data.sampler import SampledOrder
@@ -210,7 +209,7 @@ class Rollouts:
         """Of rewards with their penalties; a note where nothing is learnt for a while."""
         rewards = learnt_rewards(self.config, samples)
         fraction = tied_fraction(rewards)
-        hint = self.ties.observe(step + 1, fraction, [reward for of_group in rewards for reward in of_group])
+        hint = self.ties.observe(step + 1, fraction, [total for of_group in rewards for total, *_ in of_group])
         if hint and self.config.algorithm.advantage in GROUPED:
             self.note(hint)
         return {"groups/tied_fraction": fraction}
@@ -243,11 +242,12 @@ class Rollouts:
         asked = request_digest(request, **returned, task=task, played_by=self.played_by)
         scored_by = reward_digest(example, self.rewards, request.num_samples)
         own: dict[str, Any] = {"part_names": self.part_names, "has_teacher": self.teachers is not None}
+        own["credits_turns"] = algorithm.credit == "turn"
         return Group(ordinal, request, asked, scored_by, task=task, **own)
 
     def _is_worth_training(self, group: Group) -> bool:
         """By the named filter and the user's own, those that the config has."""
-        if self.config.algorithm.filter_groups and not is_group_worth_training(group.own_rewards):
+        if self.config.algorithm.filter_groups and not group.is_worth_training:
             return False
         group.is_refused = self.filter is not None and not self.filter(filter_input(group, self._example(group.key)))
         return not group.is_refused
@@ -284,7 +284,7 @@ def _completions(group: Group, samples: Sequence[int]) -> list[Completion | Epis
 
 def _nothing(group: Group) -> Sample:
     """Of a batch all of whose episodes were dropped, or groups refused: no token is trained."""
-    return Sample(np.array(group.request.prompt_ids, np.int32), np.empty(0, np.int32))
+    return Sample(np.array(group.request.prompt_ids, np.int32), np.empty(0, np.int32), turn_returns=(0.0,))
 
 
 def stream_settings(config: Config, *, scores_groups: bool) -> StreamSettings:

@@ -25,7 +25,8 @@ def samples_of(group: Group, place: int) -> list[Sample]:
             continue
         reward = scored.total
         if isinstance(done, EpisodeResult):
-            found += episode_samples(done, prompt_ids, reward, place, member, group.parts(member), scored.teacher)
+            own = group.parts(member), scored.teacher, group.turn_returns(member)
+            found += episode_samples(done, prompt_ids, reward, place, member, *own)
             continue
         found.append(
             Sample(
@@ -55,14 +56,16 @@ def episode_samples(
     member: int,
     parts: Sequence[float] = (),
     teacher: Sequence[TokenScores] = (),
+    turn_returns: Sequence[float] = (),
 ) -> list[Sample]:
     """One for each branch; one without tokens to train where it failed before there were any, none where it was dropped."""
     common: dict[str, Any] = {"reward": reward, "reward_parts": parts, "group": place, "member": member}
-    common["finish_reason"] = played.finish_reason
+    common |= {"finish_reason": played.finish_reason, "turn_returns": turn_returns}
     if played.is_dropped:
         return []
     if not played.branches:
         return [Sample(prompt_ids, np.empty(0, np.int32), **common)]
+    spans = played.turn_spans if turn_returns else [[] for _ in played.branches]
     return [
         Sample(
             prompt_ids=branch.token_ids[: branch.prompt_length],
@@ -72,6 +75,7 @@ def episode_samples(
             routed_experts=branch.routed_experts,
             support=branch.support[branch.prompt_length :],  # tokens of the prompt have none
             is_sampled=branch.is_sampled[branch.prompt_length :],
+            turn_spans=spans[number],
             **(teacher_fields(teacher[number]) if teacher else {}),
             **common,
         )

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridge.generation import Completion, GenerationRequest
-from engine.objective.advantages import is_group_worth_training
 from megasync.episodes.task import EpisodeResult, Task
 from megasync.rewards.pool import Scored
 from megasync.rollouts import events
@@ -46,7 +45,7 @@ class RolloutStream:
         note: Callable[[str], None],
         loop: asyncio.AbstractEventLoop | None = None,
         episodes: tuple[Player, EpisodeSettings] | None = None,
-        is_worth_training: Callable[[Group], bool] = lambda group: is_group_worth_training(group.own_rewards),
+        is_worth_training: Callable[[Group], bool] = lambda group: group.is_worth_training,
     ) -> None:
         """`make_group` makes the group of an ordinal, `score` gives the rewards of its samples, `note` logs a line for the user.
 

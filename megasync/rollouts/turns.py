@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from megasync.config.schema import Config
-from megasync.data.load import scored_tokens
+from megasync.data.lengths import scored_tokens
 from megasync.episodes.exchange import Ask, EpisodeEnd
 from megasync.episodes.record import Asked, History
 from megasync.episodes.resolve import identity, resolve_episode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,56 @@ def as_episodes(samples: list[Sample], given_log_prob: float) -> list[Sample]:
         own = {"rollout_log_probs": log_probs, "is_sampled": mask, "member": member, "reward": reward}
         found.append(dataclasses.replace(sample, **own))
     return found
+
+
+def as_turns(samples: list[Sample]) -> list[Sample]:
+    """`as_episodes` in which each run of sampled tokens is a turn with a reward; a member's branches have turns by turns."""
+    draw, found = np.random.default_rng(3), list[Sample]()
+    for _, own in groupby(as_episodes(samples, 0.0), lambda sample: (sample.group, sample.member)):
+        branches = list(own)
+        masks = [each.is_sampled if len(each.is_sampled) else np.ones(len(each.response_ids), np.bool_) for each in branches]
+        edges = [np.flatnonzero(np.diff([False, *mask, False])).tolist() for mask in masks]
+        pairs = [(first, place, end) for place, own in enumerate(edges) for first, end in zip(own[::2], own[1::2], strict=True)]
+        turns, rewards = sorted(pairs), draw.normal(size=len(pairs))
+        returns = [math.fsum(rewards[turn:]) for turn in range(len(rewards))]
+        for place, branch in enumerate(branches):
+            spans = [(turn, first, end - first) for turn, (first, at, end) in enumerate(turns) if at == place]
+            found.append(dataclasses.replace(branch, reward=returns[0], turn_returns=returns, turn_spans=spans))
+    return found
+
+
+def turns_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Policy loss and largest difference of a gradient to transformers, by advantages of each token that plain loops give."""
+    from transformers import AutoModelForCausalLM
+
+    results, samples = [], as_turns(random_samples(12, seed=5))
+    for case in cases:
+        case = dict(case)
+        path, options = case.pop("path"), {"importance_correction": "none", "optimizer": GRADIENT_STEP, "credit": "turn"}
+        with engine(path, name="grpo", **options, **case) as built:
+            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
+            metrics = built.update(built.prepare(samples))
+            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
+        model, total = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
+        for sample in samples:
+            members = {each.member: list(each.turn_returns) for each in samples if each.group == sample.group}
+            totals = [own[0] for own in members.values()]
+            most = max(map(len, members.values()))
+            earlier = [[own[0] - own[turn] for own in members.values() if turn < len(own)] for turn in range(most)]
+            deviation = max(float(np.std(each, ddof=1)) for each in (totals, *earlier) if len(each) > 1) + 1e-6
+            ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
+            values = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1], -1)
+            values = values.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+            for turn, first, number in sample.turn_spans:
+                before = sample.turn_returns[0] - sample.turn_returns[turn] - float(np.mean(earlier[turn]))
+                advantage = (sample.turn_returns[0] - float(np.mean(totals)) - before) / deviation
+                total = total - advantage * values[first : first + number].sum()
+        (total / sum(sample.num_sampled for sample in samples)).backward()  # type: ignore[no-untyped-call]
+        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        shared = found.keys() & gradients.keys()
+        worst = max((float((found[name] - gradients[name]).abs().max()) for name in shared), default=0.0)
+        results.append({"gradient": worst, "named": len(shared), "norm": metrics["grad_norm"]})
+    return results
 
 
 def objective_metrics(cases: list[dict[str, Any]], num_steps: int = 2) -> list[list[dict[str, float]]]:
@@ -327,7 +378,7 @@ def state_of(built: Engine) -> dict[str, torch.Tensor]:
 def gradients(built: Engine) -> list[torch.Tensor]:
     """The buffers that the wrap reduces gradients in."""
     if built.config.wrap == "ddp":
-        return [buffer.grad_data for chunk in built.chunks for buffer in chunk.buffers]
+        return [buffer.grad_data for chunk in built.chunks for buffer in chunk.buffers]  # type: ignore[attr-defined]
     groups = (group for chunk in built.chunks for group in chunk.module.param_and_grad_buffer.parameter_groups)
     return [group.main_grad_buffer.data for group in groups if group.main_grad_buffer is not None]
 

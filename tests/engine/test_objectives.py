@@ -151,6 +151,17 @@ def test_the_gradient_of_episodes_is_that_of_transformers(model: str) -> None:
         assert found["loss"] < 1e-5 and found["gradient"] < 1e-5 and found["named"] > 5
 
 
+def test_the_gradient_of_turns_is_that_of_transformers(model: str) -> None:
+    """Each token by its own turn's advantage; with a KL in the reward, which is 0 at the start, they are written twice."""
+    of_ranks: dict[int, list[dict[str, Any]]] = {1: [{"kl_coefficient": 0.1, "kl_in": "reward"}], 2: ALL_LAYOUTS}
+    for num_ranks, layouts in of_ranks.items():
+        cases = [{"path": model, "tokens": 60, **layout} for layout in layouts]
+        results = run_ranks(num_ranks, "tests.engine.step_cases:turns_beside_transformers", {"cases": cases})[0]
+        for case, found in zip(cases, results, strict=True):
+            print(case, found)
+            assert found["gradient"] < 1e-5 and found["named"] > 5 and found["norm"] > 1e-3
+
+
 def test_entropy_is_that_of_transformers(model: str) -> None:
     cases: list[dict[str, Any]] = [{"path": model, **layout} for layout in LAYOUTS.values()]
     for case, (mine, theirs) in zip(

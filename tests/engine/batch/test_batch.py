@@ -248,6 +248,7 @@ def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, 
     """A batch that rank 0 alone has, through TokenScatter to engine.prepare, against one that every rank has."""
     from megasync.run.rank_zero import TokenScatter, on_rank_zero
     from tests.engine.engine_cases import engine, random_samples
+    from tests.engine.step_cases import as_turns
 
     results = []
     for number, case in enumerate(cases):
@@ -257,6 +258,7 @@ def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, 
                 dataclasses.replace(sample, weight_versions=np.arange(len(sample.response_ids)))
                 for sample in random_samples(18, seed=number)
             ]
+            samples = as_turns(samples) if "credit" in case else samples
             table = on_rank_zero(partial(SampleTable.from_samples, samples), lambda table: table.only([]))
             table = scatter(table, built.needed_samples(table))
             own, whole = built.prepare(table), built.prepare(samples)
@@ -273,7 +275,7 @@ def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, 
 def test_ranks_get_their_own_tokens_alone_and_train_as_with_all(tmp_path: Path, num_ranks: int) -> None:
     """Every micro-batch is bit for bit the one that is packed where all samples are."""
     path = str(write_tiny_model(tmp_path / "model", "qwen3", True, num_hidden_layers=2))
-    cases: list[dict[str, Any]] = [{"num_minibatches": 2}, {"tokens": 60, "kl_coefficient": 0.1}]
+    cases: list[dict[str, Any]] = [{"num_minibatches": 2, "credit": "turn"}, {"tokens": 60, "kl_coefficient": 0.1}]
     if num_ranks > 1:
         cases += [{"tensor": 2, "sequence": True}, {"pipeline": 2}]
     ranks = run_ranks(num_ranks, "tests.engine.batch.test_batch:scattered_batches", {"path": path, "cases": cases})

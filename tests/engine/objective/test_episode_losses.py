@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,7 +18,7 @@ from engine.batch.batch import MicroBatch, SampleTable, pack
 from engine.batch.plan import BY_TOKENS, plan_microbatches, split_evenly, split_members
 from engine.config import EngineConfig
 from engine.algorithm import AlgorithmConfig
-from engine.minibatch import Cutter, with_advantages
+from engine.minibatch import Cutter, set_advantages, with_advantages
 from engine.objective.own import OwnFunctions
 from engine.objective.loss import aggregation_weights, grpo_loss, leave_out
 from engine.runtime.parallel import Layout
@@ -198,3 +199,58 @@ def test_all_branches_of_a_member_that_was_cut_off_leave_the_loss(truncated: str
     assert {index: count for index, count in tokens.items() if count} == {index: index + 1 for index in kept}
     assert mini.num_tokens == sum(index + 1 for index in kept)
     assert mini.num_members == len({EPISODES[index][:2] for index in kept})
+
+
+# a group: of each member its rewards, and of each of its branches the turn of each response token, None where it is given
+TURNS: list[tuple[list[float], list[list[int | None]]]] = [
+    ([1.0, 0.0, 2.0], [[0, 0, None, 2], [None, 1, 1]]),  # a sub-agent's turn in a branch of its own
+    ([0.5], [[0, 0, 0]]),
+    ([0.0, 1.0], [[0, None, 1]]),
+]
+
+
+def table_of_turns(*, by_turn: bool = True) -> SampleTable:
+    samples = []
+    for member, (rewards, branches) in enumerate(TURNS):
+        returns = [sum(rewards[turn:]) for turn in range(len(rewards))]
+        for branch in branches:
+            spans = [(turn, branch.index(turn), branch.count(turn)) for turn in range(3) if turn in branch]
+            own = {"turn_returns": returns, "turn_spans": spans} if by_turn else {}
+            mask = [turn is not None for turn in branch]
+            samples.append(Sample((1, 2), (3,) * len(branch), reward=sum(rewards), member=member, is_sampled=mask, **own))
+    return SampleTable.from_samples(samples)
+
+
+@pytest.mark.parametrize("tokens", [8, 12, 100])
+@pytest.mark.parametrize(("penalty", "of_members"), [("", (0.0,) * 3), ("overlong", (-0.5, 0.0, 0.0)), ("kl", (-0.25, -1, -0.5))])
+def test_each_sampled_token_has_the_advantage_of_its_own_turn(tokens: int, penalty: str, of_members: Sequence[float]) -> None:
+    """In whichever branch, wherever it is packed, in whichever mini-batch; penalties are the last turn's."""
+    truncated = "penalise" if penalty == "overlong" else "keep"
+    options: dict[str, Any] = {"credit": "turn", "truncated": truncated, "overlong_buffer": 4}
+    algorithm, table = AlgorithmConfig(normalize_advantage_by_std=False, **options), table_of_turns()
+    made = with_advantages(table, algorithm, 7, OwnFunctions())
+    totals = [sum(rewards) + own for (rewards, _), own in zip(TURNS, of_members, strict=True)]
+    earlier = [[sum(rewards[:turn]) for rewards, _ in TURNS if turn < len(rewards)] for turn in range(3)]
+    wanted = [
+        [total - sum(totals) / 3 - sum(rewards[:turn]) + float(np.mean(earlier[turn])) for turn in range(len(rewards))]
+        for (rewards, _), total in zip(TURNS, totals, strict=True)
+    ]
+    layout = Layout(0, 1, 0, 1, 0, 1, 0, 1, 1, 0)
+    cutter = Cutter(EngineConfig(tokens_per_microbatch=tokens), algorithm, layout, BY_TOKENS, False, CPU)
+    minis = [cutter.cut(made.part(part), part.start) for part in (range(2), range(2, 4))]
+    if penalty == "kl":  # of each branch
+        set_advantages(minis, with_advantages(table, algorithm, 7, OwnFunctions(), np.array([0.125, 0.125, 1.0, 0.5])))
+    expected = [(member, branch) for member, (_, branches) in enumerate(TURNS) for branch in branches]
+    for mini in minis:
+        for micro in mini.microbatches:
+            for index, start in zip(micro.samples, micro.starts, strict=True):
+                member, branch = expected[mini.first_sample + index]
+                for place, turn in enumerate(branch, start=start + 1):
+                    assert micro.mask[place] == (turn is not None)
+                    assert turn is None or float(micro.advantages[place]) == pytest.approx(wanted[member][turn], abs=1e-6)
+                    assert turn is not None or micro.advantages[place] == 0
+
+
+def test_samples_without_turns_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.credit"):
+        with_advantages(table_of_turns(by_turn=False), AlgorithmConfig(credit="turn"), 7, OwnFunctions())

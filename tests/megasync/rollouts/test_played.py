@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from bridge.generation import Completion, GenerationRequest
 from engine.batch.batch import SampleTable
+from megasync.config.schema import Config
 from megasync.data.data import Example
 from megasync.episodes.record import Asked, recorded
 from megasync.episodes.segments import Branch, Recorder, Turn
@@ -21,7 +23,7 @@ from megasync.workers.failure import Failure
 from megasync.rollouts.group import Group
 from megasync.rollouts.turns import EpisodeSettings, Episodes
 from megasync.rollouts.requests import reward_inputs
-from megasync.rollouts.metrics import batch_metrics, episode_metrics
+from megasync.rollouts.metrics import batch_metrics, episode_metrics, learnt_rewards, tied_fraction
 from megasync.rollouts.samples import members_of, samples_of
 
 PROMPT = (1, 2, 3)
@@ -60,6 +62,44 @@ def test_branches_become_samples_of_one_member() -> None:
     assert samples[0].is_sampled.tolist() == [True, True, False, True, True, True] and not len(samples[1].is_sampled)
     assert SampleTable.from_samples(samples).members.tolist() == [0, 0, 1, 2]
     assert [len(member) for member in members_of(samples)] == [2, 1, 1]
+
+
+def of_turns(rewards: Sequence[float], numbers: Sequence[int] = (0, 1, 2)) -> EpisodeResult:
+    """The episode of `branches`, whose requests had these numbers, and ended in another order."""
+    prompts = PROMPT, [*PROMPT, 7, 7, 9], [*PROMPT, 7, 7, 8, 8]
+    turns = zip(numbers, prompts, (turn(2, 4), turn(3, 5), turn(1, 6)), strict=True)
+    made, records = recorded((Asked(number, 0, 8, ()), prompt, one) for number, prompt, one in turns)
+    return EpisodeResult(made, 1.0, num_turns=3, turns=records, turn_rewards=tuple(rewards))
+
+
+def test_samples_have_the_turns_of_their_tokens_and_what_these_got() -> None:
+    """In the order of requests, whichever ended first; without rewards of turns the last one has the reward."""
+    made = Group(0, GenerationRequest(PROMPT, num_samples=3), credits_turns=True)
+    played = [of_turns((0.5, 0.25, 0.25)), of_turns((), (0, 4, 2)), EpisodeResult(reward=0.0, num_failures=1)]
+    for member, done in enumerate(played):
+        made.complete(member, done)
+        made.scored[member] = Scored(0.0 if member == 2 else 1.0, {})
+    samples = samples_of(made, 0)
+    returns = [*[(1.0, 0.5, 0.25)] * 2, *[(1.0, 1.0, 1.0)] * 2, (0.0,)]
+    assert [sample.turn_returns for sample in samples] == returns
+    spans = [[(0, 0, 2), (1, 3, 3)], [(2, 0, 1)], [(0, 0, 2), (2, 3, 3)], [(1, 0, 1)], []]
+    assert [list(sample.turn_spans) for sample in samples] == spans
+    made.credits_turns = False
+    assert all(not len(sample.turn_returns) and not len(sample.turn_spans) for sample in samples_of(made, 0))
+
+
+def test_a_group_of_equal_rewards_is_worth_training_where_its_turns_differ() -> None:
+    """As the metric counts it."""
+    for rewards, differs in (((0.5, 0.25, 0.25), True), ((0.0, 0.0, 1.0), False), ((), False)):
+        made = Group(0, GenerationRequest(PROMPT, num_samples=2), credits_turns=True)
+        for member, own in enumerate((rewards, ())):
+            made.complete(member, of_turns(own))
+            made.scored[member] = Scored(1.0, {})
+        config = Config.model_validate({"algorithm": {"credit": "turn"}})
+        assert made.is_worth_training == differs
+        assert tied_fraction(learnt_rewards(config, samples_of(made, 0))) == 1 - differs
+        made.credits_turns = False
+        assert not made.is_worth_training and tied_fraction(learnt_rewards(Config(), samples_of(made, 0))) == 1
 
 
 def test_metrics_count_members_and_sampled_tokens() -> None:

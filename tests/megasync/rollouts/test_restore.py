@@ -162,7 +162,7 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
         return Branch(ids, prompt, mask, -ids / 7, ids + 2, "length", experts, support)
 
     branches, returned = (branch(7, 2), branch(5, 1)), {"metrics": {"calls": 2.0}, "info": {"text": "ä"}}
-    whole = EpisodeResult(branches, 0.5, "length", 3, 2.5, 1.25, 1, **returned)  # type: ignore[arg-type]
+    whole = EpisodeResult(branches, 0.5, "length", 3, 2.5, 1.25, 1, turn_rewards=(0.1, 0.4, 0.0), **returned)  # type: ignore[arg-type]
     nothing = EpisodeResult(reward=0.0, finish_reason="length", is_dropped=True, num_failures=3)
     groups = (SavedGroup(3, (SavedSample(0, whole, 0.5), SavedSample(2, nothing, 0.0)), 5, 6), SavedGroup(4))
     save_progress(tmp_path, Progress(7, 9, 2.0, groups))
@@ -172,7 +172,7 @@ def test_an_episode_is_kept_with_its_branches(tmp_path: Path) -> None:
     assert (first.index, first.reward, second.index, second.reward) == (0, 0.5, 2, 0.0)
     for kept, saved_one in ((first.completion, whole), (second.completion, nothing)):
         assert isinstance(kept, EpisodeResult)
-        for name in (*OF_EPISODES, "num_sampled", "num_given", "oldest", "final_ids"):
+        for name in (*OF_EPISODES, "turn_rewards", "num_sampled", "num_given", "oldest", "final_ids"):
             assert getattr(kept, name) == getattr(saved_one, name), name
         for mine, theirs in zip(kept.branches, saved_one.branches, strict=True):
             assert (mine.prompt_length, mine.finish_reason) == (theirs.prompt_length, theirs.finish_reason)
@@ -211,6 +211,23 @@ def test_a_file_of_another_version_is_refused_by_its_name(what: str, tmp_path: P
     np.savez(tmp_path / FILE, **fields)
     with pytest.raises(ValueError, match=r"rollouts\.npz: cannot be read: .* another version wrote it"):
         load_progress(tmp_path)
+
+
+def test_a_file_of_before_turns_had_rewards_is_read(tmp_path: Path) -> None:
+    """The last turn has the reward."""
+    branch = Branch(np.arange(4), 2, np.arange(4) > 1, np.zeros(4), np.zeros(4))
+    played = EpisodeResult((branch,), 0.5, num_turns=2)
+    save_progress(tmp_path, Progress(7, 9, None, (SavedGroup(3, (SavedSample(0, played, 0.5),)),)))
+    with np.load(tmp_path / FILE) as file:
+        fields = dict(file)
+    text = json.loads(fields["texts"].tobytes())
+    del text["turn_rewards"]
+    data = json.dumps(text).encode()
+    np.savez(tmp_path / FILE, **{**fields, "texts": np.frombuffer(data, np.uint8), "text_bytes": np.array([len(data)])})
+    back = load_progress(tmp_path)
+    assert back is not None
+    (sample,) = back.groups[0].samples
+    assert isinstance(sample.completion, EpisodeResult) and sample.completion.turn_returns(0.5) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("is_restart", [False, True])

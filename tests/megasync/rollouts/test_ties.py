@@ -21,7 +21,8 @@ def test_a_tied_group_is_one_without_advantages(groups: list[list[float]]) -> No
     places = [place for place, group in enumerate(groups) for _ in group]
     advantages = group_advantages(rewards, places, by_std=False)
     taught = {place for place, advantage in zip(places, advantages, strict=True) if advantage}
-    assert tied_fraction(groups) == (len(groups) - len(taught)) / len(groups)
+    returns = [[[reward] for reward in group] for group in groups]
+    assert tied_fraction(returns) == (len(groups) - len(taught)) / len(groups)
 
 
 @given(st.lists(st.sampled_from([0.5, 1.0]), max_size=20))
@@ -55,4 +56,4 @@ def test_a_penalty_unties_a_group() -> None:
     assert tied_fraction(learnt_rewards(Config(), samples)) == 1
     algorithm = {"truncated": "penalise", "overlong_buffer": 4}
     penalised = Config.model_validate({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
-    assert learnt_rewards(penalised, samples) == [[1.0, 0.0], [1.0, 1.0]]
+    assert learnt_rewards(penalised, samples) == [[[1.0], [0.0]], [[1.0], [1.0]]]

@@ -10,7 +10,7 @@ import pytest
 
 from bridge.generation import Completion
 from megasync.tools.assets.command import build_tokenizer
-from megasync.config.schema import DataConfig
+from megasync.config.data_section import DataConfig
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.segments import Recorder, Turn
