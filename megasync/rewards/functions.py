@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from megasync.rewards.answers.read import after_thinking, opens_thinking, read_a
 logger = logging.getLogger(__name__)
 
 MATH_SECONDS = 5  # for one sample
+WORKED = re.compile(r"\n|\\boxed|####|answer", re.IGNORECASE)  # in a solution; a bare answer has none of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,10 @@ def math_verify(sample: RewardInput) -> float:
     if found is None:
         return 0.0
     gold = read_answer(sample.answer) or sample.answer
-    if same_text(sample.answer, found) or same_text(gold, found):
+    if same_text(sample.answer, found) or (gold == found and sample.answer.strip() in sample.response):
+        return 1.0
+    gold = gold if WORKED.search(sample.answer) else sample.answer
+    if same_text(gold, found):
         return 1.0
     from math_verify.errors import TimeoutException  # type: ignore[import-untyped] # takes half a second
     from math_verify.utils import timeout  # type: ignore[import-untyped]

@@ -21,7 +21,11 @@ from megasync.rewards.answers.values import NAME, is_label, named, same_single, 
 
 MAX_CHARACTERS, MAX_PARTS, MAX_DEPTH = 2000, 60, 24  # of an answer; of a longer one only the text is compared
 CHOICE = re.compile(r"(?:(?:option|choice|Option|Choice)\s)?(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?\s*(.*)", re.DOTALL)
+NO_TEXT = re.compile(  # behind an option's letter: another letter, or what denies or joins it
+    r"\A\W*(?:[A-H]\W*\Z|is (?:not|wrong|incorrect|false)\b|isn't\b|(?:or|and|no\W) ?\(?[A-H]\b)|\b[A-H](?:[):]|\. )|\A\?"
+)
 POINT = re.compile(r"([A-Z])\s?(\([^()]*(?:\([^()]*\)[^()]*)*\))")
+RELATION = re.compile(r"[<>]|\\(?:[lg]e|ne)(?![a-z])|\A[a-z] (?:and|or) [a-z]\Z")
 INDEX = re.compile(r"_\{?\d\}?\Z")
 IS_IN = "\\in\\mathbb"
 RESIDUE = re.compile(r"(?P<name>[A-Za-z]\s?\\equiv\s?)?(?P<value>\d+)\s*\(?\s*\\?[pb]?mod\s*\{?\s*(?P<modulus>\d+)\s*\}?\s*\)?")
@@ -68,13 +72,17 @@ def _same(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
         return False
     if key(gold) == key(answer):
         return True
-    for rule in (_same_choice, _same_time, _same_base, _same_residue, _same_ratio):
+    for rule in (_same_join, _same_choice, _same_time, _same_base, _same_residue, _same_ratio):
         if (verdict := rule(gold, answer)) is not None:
             return verdict
     for text, other in ((gold, answer), (answer, gold)):
-        exact, _, rough = text.rpartition("\\approx")
-        if exact.strip() and not NAME.fullmatch(exact):  # 3\sqrt{5} \approx 6.708: either
-            return any(_same(*((part.strip(), other) if text is gold else (other, part.strip()))) for part in (exact, rough))
+        exact = text.rpartition("\\approx")[0].strip()
+        if re.search(r"\d|\\pi", exact) and not NAME.fullmatch(
+            exact
+        ):  # 3\sqrt{5} \approx 6.708; but an answer's 6 \approx 5 is 6
+            rough = text.rpartition("\\approx")[2].strip()
+            either = (exact, rough) if text is gold or ("\\" in exact and "." in rough) else (exact,)
+            return any(_same(part, other) if text is gold else _same(other, part) for part in either)
     (our_name, ours), (their_name, theirs) = _apart(gold), _apart(answer)
     if max(len(ours.parts), len(theirs.parts)) > MAX_PARTS:
         raise ValueError(f"answers of {len(ours.parts)} and {len(theirs.parts)} parts are compared by their text alone")
@@ -86,6 +94,11 @@ def _same(gold: str, answer: str) -> bool:  # noqa: PLR0911 - one return a rule
 
 
 # ---------------------------------------------------------------------------------------------------- forms that are no formulas
+
+
+def _same_join(gold: str, answer: str) -> bool | None:
+    """Conditions that "and" joins are others than those that "or" joins."""
+    return False if RELATION.search(gold) and {" or ", " and "} <= set(re.findall(" and | or ", gold + answer)) else None
 
 
 def _same_choice(gold: str, answer: str) -> bool | None:
@@ -104,7 +117,7 @@ def _same_choice(gold: str, answer: str) -> bool | None:
 
 def _choice(text: str) -> tuple[str, str] | None:
     found = CHOICE.fullmatch(text)
-    return (found[1] or found[2], found[3].strip()) if found else None
+    return (found[1] or found[2], found[3].strip()) if found and not NO_TEXT.search(found[3]) else None
 
 
 def _choices(text: str, *, listed: bool = False) -> list[str] | None:
@@ -125,7 +138,8 @@ def _same_time(gold: str, answer: str) -> bool | None:
     if ours is None or theirs is None:
         return False
     half_day = 12 * 3600
-    return ours[0] == theirs[0] or (not ours[1] and theirs[1] and ours[0] % half_day == theirs[0] % half_day)
+    is_half = not ours[1] and theirs[1] and 3600 <= ours[0] < half_day + 3600  # the data's 5:00 may be either
+    return ours[0] == theirs[0] or (is_half and ours[0] % half_day == theirs[0] % half_day)
 
 
 def _same_residue(gold: str, answer: str) -> bool | None:
@@ -215,10 +229,8 @@ def _same_as_one(ours: Notation, theirs: Notation) -> bool:
     """One of both is a single value or formula: equal to a set that holds it alone, or to an interval by another form."""
     one, several = (ours, theirs) if ours.kind == "one" else (theirs, ours)
     text = one.parts[0]
-    if several.kind in {"set", "list"} and ours.kind == "one":
-        return all(_same(text, part) for part in several.parts)
-    if several.kind == "set":
-        return len(several.parts) == 1 and _same(several.parts[0], text)
+    if several.kind == "set" or (several.kind == "list" and ours.kind == "one"):
+        return all(re.search(r"\d", part) and "=" not in part and _same(text, part) for part in several.parts)
     is_set = re.search(r"\\(?:cup|cap|setminus|mathbb)|[<>|]|\\[lg]e(?![a-z])|\\ne(?![a-z])", text) is not None
     if several.kind in {"union", "tuple"} and is_set:
         joined = (

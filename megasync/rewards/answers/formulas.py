@@ -22,9 +22,14 @@ from megasync.rewards.answers.units import ANGLE_FUNCTION
 
 MAX_FORMULA = 400  # characters
 MAX_DIGITS = 20_000  # of a number that a formula is worth
-UNJUDGED = re.compile(
-    r"'|\\ldots|\\(?:text|prime|pmod|cdots|hat|tilde)(?![A-Za-z])|(?<!_)\d\s+\d|(?<![\\A-Za-z])[A-Za-z]\s*\d|\d\s*\\frac.*\\frac\{[^{}]*[a-z]|[:?@#&]"
-)  # parsers drop these
+UNJUDGED = re.compile(  # what the parser leaves out or takes for something else
+    r"['\"]|\\ldots|\\(?:text|prime|pmod|cdots|hat|tilde|partial)(?![A-Za-z])|[:?@#&]|\.\.|\A\+\s?/?\s?-"  # signs that it drops
+    r"|(?<!_)\d\s+\d|(?<![\\A-Za-z])[A-Za-z]\s*\d|\d\s*\\frac.*\\frac\{[^{}]*[a-z]|\([a-h]\)\s?\d"  # no products
+    r"|\d\s(?:to|by|in|of|if|or|at|up|is|on|no)\s|\A[A-Z]{3,}\Z|\d+-\d+-\d|\d/\d+/\d"  # words, names, dates
+    r"|(?<![a-z])d[a-z]\}?\s?(?:/\s?|\}?\{)d[a-z]|(?<![\\A-Za-z])[fgh]\s?\^\s?\{-1\}\s?\("  # derivatives, inverses
+    r"|(?<![\\A-Za-z])[AB]\s?\\times\s?[AB](?![A-Za-z])|\A\[\D*\]\Z"  # products of sets, which do not commute; integer parts
+)
+CAPITAL = re.compile(r"\\[A-Z][a-z]+")  # Greek, which the parser takes for the small letter
 FUNCTIONS = re.compile(
     r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|lg|exp|arcsin|arccos|arctan|sinh|cosh|tanh|gcd|min|max|det|pi|theta|alpha|beta)(?![a-z])"
 )
@@ -40,6 +45,8 @@ def letters_of(text: str) -> set[str]:
 
 def judge(gold: str, answer: str, *, has_bound_variable: bool = False) -> bool:
     """What math-verify says of two formulas. `has_bound_variable`: one is a condition, the other a set without its variable."""
+    if set(CAPITAL.findall(gold)) != set(CAPITAL.findall(answer)):
+        return False
     if any(len(text) > MAX_FORMULA or UNJUDGED.search(text) or has_words(_latex(text)) for text in (gold, answer)):
         return False
     ours, theirs = (letters_of(_latex(text)) for text in (gold, answer))
@@ -134,7 +141,7 @@ def _agree(gold: Any, answer: Any) -> bool | None:
     is_relation = isinstance(gold, sympy.core.relational.Relational)
     if is_relation != isinstance(answer, sympy.core.relational.Relational):
         return None
-    has_float = any(side.has(sympy.Float) for side in sides)
+    tolerance = 1e-5 if any(side.has(sympy.Float) for side in sides) else 1e-9
     names = sorted({symbol.name for side in sides for symbol in side.free_symbols})
     ratios = []
     for shift in range(3 if is_relation else 2 if names else 1):
@@ -145,11 +152,7 @@ def _agree(gold: Any, answer: Any) -> bool | None:
             return None
         if math.isnan(abs(ours)) or math.isnan(abs(theirs)):
             return None
-        if (
-            not is_relation
-            and ours != theirs
-            and not abs(ours - theirs) <= (1e-5 if has_float else 1e-9) * max(abs(ours), abs(theirs))
-        ):
+        if not is_relation and ours != theirs and not abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs)):
             return False
         ratios.append(ours / theirs if is_relation and theirs else ours)
     return not is_relation or all(abs(ratio - ratios[0]) <= 1e-9 * abs(ratios[0]) for ratio in ratios)
@@ -171,5 +174,5 @@ def _is_identity(gold: Any, answer: Any) -> bool:
         ours, theirs = (complex(side.evalf(30, subs={one: values[one.name] for one in side.free_symbols})) for side in sides)
     except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError):
         return False
-    is_real = max(abs(ours.imag), abs(theirs.imag)) < 1e-12
-    return not is_real or abs(ours - theirs) <= 1e-9 * max(abs(ours), abs(theirs))
+    num_real = sum(abs(side.imag) < 1e-12 for side in (ours, theirs))
+    return num_real == 0 or abs(ours - theirs) <= 1e-9 * max(abs(ours), abs(theirs))

@@ -24,7 +24,7 @@ COMPARED = re.compile(  # behind a value, as in "9 apples, 5 more than his frien
     r"(?:\s[\w-]+){0,2}?\sthan\b|[,，]比)[^\n。]*"
 )
 HALF_DAY = re.compile(r"[ap]\.?m", re.IGNORECASE)
-HTML = re.compile(r"</?[a-z][a-z_]{0,15}\s{0,3}/?>|~~[^~\n]{1,200}~~", re.IGNORECASE)
+HTML = re.compile(r"<(del|s)>[^<]{0,200}</\1>|</?[a-z][a-z_]{0,15}\s{0,3}/?>|~~[^~\n]{1,200}~~", re.IGNORECASE)
 CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 CJK_EDGE = re.compile(rf"(?<=[{CJK}])(?=[^\s{CJK}])|(?<=[^\s{CJK}])(?=[{CJK}])")
 IN_CJK = re.compile(f"[{CJK}]")
@@ -35,13 +35,9 @@ TOKEN = re.compile(
 WORD = re.compile(r"[^\W\d_]{2,}")
 SCRIPT = re.compile("[\u0400-\u1fff\u3040-\u30ff\uac00-\ud7af]")  # no formula's letters: Cyrillic, Arabic, Hangul, ...
 HIDDEN = re.compile(r"\$[^$\n]{1,500}\$|\\(?:text|mbox|mathrm|textbf|operatorname)\s?\{[^{}]{0,200}\}|\\[A-Za-z]+|\{[a-z]+\}")
-FUNCTION_WORDS = frozenset(
-    re.split(
-        " ",
-        "is are was were be been so the we get gets have has had there that this it makes make gives give thus therefore hence"
-        " then he she they his her their my our you your in which must will would can",
-    )
-)
+FUNCTION_WORDS = frozenset(re.split(" ",
+    "is are was were be been so the we get gets have has had there that this it makes make gives give thus therefore hence"
+    " then he she they his her their my our you your which must will would can"))  # fmt: skip
 PREFACE = re.compile(
     r"[^\d$\\]*(?<![^\W\d_])(?:[^\W\d_]{2,}:\s|[^\W\d_]+\s(?:[^\W\d_]{2,}|[èéà])\s+[-$\\(\d]"
     r"|[^\W\d_]{3,}\s\d[\d,.]*\s[^\W\d_]{3,}|[^\W\d_]{2,}(?:[\s-][^\W\d_]+)*,\s\$)"
@@ -53,23 +49,32 @@ OPERATOR = re.compile(r"[-+*/=<>^≈≤≥≠±×÷·−∪%]+")
 VARIABLE = re.compile(r"[A-Za-z]\w?|\([a-z](?:,\s?[a-z])+\)")
 CONNECTOR = frozenset({"and", "or", "&", "和", "或", "und", "oder", "et", "ou", "y", "e", "и", "или"})
 NOT_EQUAL = re.compile(
-    r"(?:\b(?:not|never|nor|cannot|\w+n't|pas|nicht|kein|não|не|nie|niet|değil)(?:\s\w+){0,2}|\b(?:than|least|most|below|above|under|over|als"
-    r"|plus de|moins de|más de|menos de|mais de|более|менее|больше|меньше)"
-    r"|(?:不[是为到能]|不可能是?|不会是|不等于|并非|[小大]于|超过))\Z",
-    re.IGNORECASE,
+    r"(?i)(?:\b(?:not|never|nor|cannot|\w+n't|pas|nicht|kein|não|не|nie|niet|değil)(?:\s\w+){0,2}"
+    r"|\b(?:close to|(?:half|quarter) (?:past|to)|twice|double|triple|root|far from|(?:any|every)thing (?:except|but)"
+    r"|(?:doubt|wrong if) it is|(?:wrong|incorrect|(?:if|whether) the) answer is|unlikely to be|another question is|no es"
+    r"|(?:negative|opposite|square|cube|root|half|reciprocal) of"
+    r"|exceeds|than|least|most|below|above|under|over|als|plus de|moins de|más de|menos de|mais de|более|менее|больше|меньше)"
+    r"|(?:不[是为到能]|不可能是?|不会是|不等于|并非|[小大]于|超过|[非负])|ليس|không phải|bukan)\Z"
 )
 NEGATION = re.compile(r"\b(?:not|never|neither|either|nor|(?<!is )(?<!are )(?<!has )(?<!have )no)\s|n't\b")
 SUBJECT = re.compile(  # up to what a Chinese sentence says of it
     "\\A.*(?:是|为|在|(?<!没)有|说法|命题|结论|直线|平面|函数|数列|方程)(?=[\u4e00-\u9fff①-⑳A-H])(?=[^不非无未])"
 )
 CJK_SAID = re.compile("(?<![不定能会非])[是为]([\u4e00-\u9fff]{2,})\\Z")
-DENIED = re.compile(r"(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|不[是对])", re.IGNORECASE)
+DENIED = re.compile(
+    r"(?i)(?:\(it\s)?(?:(?:is|was)\s)?(?:not|isn't|wasn't|wrong|incorrect|squared|cubed|and an?\b|to the power|th root|choose"
+    r"|不[是对])|이 아니|아님|नहीं"
+)
+DOUBT = re.compile(  # before or within (from \0 on) "answer is"
+    r"(?i)\b(?:wrong|incorrect|friend's|(?:whether|if) the)\s*\0"
+    r"|\0.*(?:\b(?:not|cannot|never|another|no es|pas|nicht|não)\b|n't\b)"
+)
 CLAUSE = re.compile(
     r"(?<=[\d}$)a-z])[,，]\s*(?:此时|当|其中|(?:attained|achieved|reached|occurring|when|since|because|with equality"
     r"|as (?:desired|claimed|required|wanted|expected))\b).*"
 )
 FRAME = re.compile(r"\\[\[\]]|\\(?:begin|end)\{[a-z]+\*?\}|\$\$")
-YES_NO = re.compile(r"(?:\\text\s?\{)?(yes|no|true|false)(?=\s?[,.;:!–—])", re.IGNORECASE)
+YES_NO = re.compile(r"(?i)(?:\\text\s?\{)?(yes|no|true|false)(?=\s?[,.;:!–—])(?!.*\b(?:yes|true|false|(?:but|or) no)\b)")
 OF_LETTER = re.compile(  # behind a value or a name, as in "for every integer $k$" and "the required value of $y$"
     r" (?:of|for)(?: (?:all|any|every|each|some|an?))?(?: [a-z]+){0,2} \$[A-Za-z]\$(?=\W*\Z)"
 )
@@ -98,7 +103,7 @@ def last_value(text: str, *, is_prose: bool = False) -> str:
     if not (is_prose or is_cjk_prose) or ("\\begin" in text and not words):
         return text
     for line in reversed(text.splitlines()):
-        sentences = re.split(r"(?<=[^\s\d])[.!?]\s+(?!\\\])|(?<=\d)[.!?]\s+(?=[A-Z])|[。！？]", unmarked(line))
+        sentences = re.split(r"(?<=[^\s\d])[.!?]\s+(?!\\\])|(?<=\d)[.!]\s+(?=[A-Z])|[。！？]", unmarked(line))
         for sentence in (OF_LETTER.sub("", each) for each in reversed(sentences)):
             if not MATH.search(sentence) or FRAME.fullmatch(sentence):
                 continue
@@ -115,7 +120,7 @@ def _last_words(text: str) -> str:
     if re.search("[\u4e00-\u9fff]", line):
         said = SUBJECT.sub("", line)
         return (line if re.search("[不非没未无否]", line[: len(line) - len(said)]) else said).rstrip("的。")
-    if NEGATION.search(line):
+    if NEGATION.search(line) or re.match(r"\(?[A-H][).:]\s", line):
         return line
     if len(line.split()) > 3:
         return re.sub(r"\A.*\b(?:is|are|has|have|on(?: an?)?)\s(?!not\b)", "", line)
@@ -133,7 +138,7 @@ def _last_group(sentence: str) -> str:
         core = cores[begin - 1]
         if begin < end and re.search(r"\w:\Z", tokens[begin - 1]):
             break  # Step 3: 3*4 = 12
-        if strong[begin - 1] or OPERATOR.fullmatch(tokens[begin - 1]):
+        if strong[begin - 1] or OPERATOR.fullmatch(tokens[begin - 1]) or (begin > 1 and strong[begin - 2] and is_unit(core)):
             begin -= 1
         elif core.lower() in CONNECTOR and begin > 1 and (joined := _joined(strong, begin - 2)) is not None:
             begin = joined
@@ -149,7 +154,8 @@ def _last_group(sentence: str) -> str:
         end += 1
     group = " ".join(tokens[begin:end])
     before = cores[begin - 1].lower() if begin else ""
-    if NOT_EQUAL.search(" ".join(cores[max(0, begin - 3) : begin])) or DENIED.match(" ".join(tokens[end : end + 2])):
+    beside = (" ".join(cores[max(0, begin - 4) : begin]), " ".join(tokens[end : end + 3]))
+    if NOT_EQUAL.search(beside[0]) or DENIED.match(beside[1]):
         return sentence.strip()
     return f"-{group}" if before in {"minus", "negative"} else group
 

@@ -37,16 +37,17 @@ class Number:
     decimals: int | None
 
     def latex(self) -> str:
-        """As math-verify reads it: with its decimals, or as a fraction."""
-        if self.decimals is None:
-            return (
-                f"\\frac{{{self.value.numerator}}}{{{self.value.denominator}}}"
-                if self.value.denominator > 1
-                else str(self.value.numerator)
-            )
-        digits = str(abs(round(self.value * 10**self.decimals))).zfill(self.decimals + 1)
-        point = len(digits) - self.decimals
-        return ("-" if self.value < 0 else "") + f"{digits[:point]}.{digits[point:]}".rstrip(".")
+        """As math-verify reads it: with its decimals, which it rounds, if `may_be_rounded`, else as a fraction."""
+        if self.may_be_rounded and self.decimals is not None:
+            digits = str(abs(round(self.value * 10**self.decimals))).zfill(self.decimals + 1)
+            return "-" * (self.value < 0) + f"{digits[: -self.decimals]}.{digits[-self.decimals :]}"
+        above, below = self.value.as_integer_ratio()
+        return f"\\frac{{{above}}}{{{below}}}" if below > 1 else str(above)
+
+    @property
+    def may_be_rounded(self) -> bool:
+        """Whether it counts as equal to a value that it is rounded from: six decimals and five significant digits."""
+        return self.decimals is not None and self.decimals >= 6 and abs(self.value) * 10**self.decimals >= 10_000
 
 
 SEPARATOR = re.compile(r"\\[{}]|\\[A-Za-z]+|[,;(){}\[\]]|,?\s(?:and|or|&|as well as)\s|\\")
@@ -108,7 +109,7 @@ def notation(text: str) -> Notation:  # noqa: PLR0911 - one return a notation
         return Notation("tuple", tuple(parts), text[0] + text[-1])
     if len(parts := re.split(r"\s*\\cup(?![A-Za-z])\s*", text)) > 1:
         return Notation("union", tuple(parts))
-    if BOTH_SIGNS.search(text) and "=" not in text and "\\{" not in text:
+    if len(BOTH_SIGNS.findall(text)) == 1 and "=" not in text and "\\{" not in text:
         return _both_signs(text)
     return Notation("one", (text,))
 
@@ -134,7 +135,7 @@ def _both_signs(text: str) -> Notation:
     r"""Of 1 \pm \sqrt{2} both values; of several signs \pm and \mp the values with all upper and with all lower signs."""
     upper = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
     lower = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))
-    return Notation("list", tuple(part.strip().removeprefix("+").strip() for part in (upper, lower)))
+    return Notation("set", tuple(part.strip().removeprefix("+").strip() for part in (upper, lower)))
 
 
 def _all_signs(parts: list[str]) -> tuple[str, ...]:

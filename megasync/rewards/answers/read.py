@@ -10,7 +10,8 @@ r"""The answer in a response: which part of a text counts, whatever form it has.
    rules below. An empty one has no answer, nor has one that is cut off, but for a complete \boxed in it.
 3. The last line, where it begins with ####.
 4. The last \boxed{...} or \fbox{...} that closed, be it by the $ of its formula; several that "and", "or" or a comma join are the
-   parts of one answer.
+   parts of one answer. Where the last is only part of a formula (-\boxed{5}, 3\boxed{5}, \boxed{5}^2) or is denied
+   ("not \boxed{5}"), there is no answer: an earlier one does not count.
 5. What follows the last "the answer is", "answer:", "答案是", "答：" or the like, up to the end of the sentence or line, unless
    it is denied ("the answer cannot be 7"), or the last "answer" or "result" of JSON, whichever comes later.
 6. A text that is nothing but a value. Else the only text in bold of the last line, where it is a value or the line. Else the
@@ -30,10 +31,10 @@ from __future__ import annotations
 import json
 import re
 
-from megasync.rewards.answers.last_value import DENIED, MATH, MONTHS, NOT_EQUAL, last_value, unmarked
+from megasync.rewards.answers.last_value import DENIED, DOUBT, MATH, MONTHS, NOT_EQUAL, YES_NO, last_value, unmarked
 from megasync.rewards.answers.notation import BASES
 from megasync.rewards.answers.tidy import ASIDE
-from megasync.rewards.answers.units import canonical
+from megasync.rewards.answers.units import split_unit
 
 THINKING = re.compile(
     r"(?P<open><think(?:ing)?>|<reasoning>|<thought>|\[THINK\]|◁think▷|<seed:think>|<\|START_THINKING\|>|<\|begin_of_thought\|>"
@@ -61,7 +62,7 @@ BETWEEN_BOXES = re.compile(
 )
 PHRASE = re.compile(
     r"\b(?:ans(?:wers?)?|(?:correct|right|best|final)\s(?:option|choice))\b(?!\s*(?:key|sheet|as)\b)[^.\n:=：。]{0,60}?(?:\b(?:is|are|equals|be)\b|[:：=]|(?<=answer)\s[-–—→]+(?=\s))|(?:\A|\n)[^\w\n]*ans(?:wer)?\.(?=\s*[$\\\d(])|答案】|答案(?:应该|应|就)?(?:选|是|为|等于|[:：=])"
-    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?选(?:择|项)?(?:是|为)?[:：]?(?=[\s*(（]{0,4}[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
+    r"|(?:\A|\W)答\s?[:：]|(?:故|应|我)?(?<!不)选(?:择|项)?(?:是|为)?[:：]?(?=[\s*(（]{0,4}[A-H]{1,5}(?![A-Za-z]))|\b(?:antwort|réponse|respuesta|resposta|risposta|ответ)\b[^.\n:=]{0,40}?(?:\b(?:ist|est|es|é|è)\b|[:—])"
     r"|\b(?:pick|choose|select)(?=\s(?:option\s|choice\s)?[(*]{0,3}[A-H][)*]{0,3}(?:\s*(?:[.;:!\n]|\Z)|,?\s(?:because|since|as)\b))|(?:答え|정답)\s?(?:は|은|[:：])",
     re.IGNORECASE,
 )
@@ -89,7 +90,19 @@ OPENING_WORD = re.compile(  # of a text that is more than a value
     re.IGNORECASE,
 )
 BASE_AFTER_BOX = re.compile(rf"(_\{{?|\$?\s\(?(?:in )?base[ -])([2-9]|[1-3]\d|{'|'.join(BASES)})(?![\w-])")
-UNIT_AFTER_BOX = re.compile(r"\$?\s{0,3}(?:\\text\s?\{\s?)?([A-Za-z]+)\}?\$?\s{0,3}(?=[.,;!?\n]|\Z)")
+UNIT_AFTER_BOX = re.compile(
+    r"\$?(?:\\,|[\s~]){0,3}(?:\\(?:text|mathrm)\s?\{[\s~]?)?((?:square |sq\.? |cubic )?[A-Za-z]+(?:/[A-Za-z]+)?)"
+    r"\}?\$?(\^\{?\d\}?)?\$?\s{0,3}(?=[.,;!?\n]|\Z)"
+)
+BEFORE_BOX = re.compile(  # makes the box behind it a part: a sign, a factor, an operator, a root, a fraction; or denies it
+    r"(?:(?<![:：-])(?<![a-z]{2})-|\d|\d[*/]|[\w)}] ?[+^]|(?<![\w</])[a-z] ?[<>] ?|(?:\A|[\n$=(]) ?\d+ ?[-*/] ?"
+    r"|\\(?:neq?|cdot|times|sqrt) ?|frac\{?(?:[^{}\n]*\}\{)?)[({]*\Z|(?:\bnot|n't|不是|不等于|并非) ?(?:be )?[$({]*\Z"
+)
+AFTER_BOX = re.compile(  # the same behind a box: a power (no degrees, no ordinal), a factor, an operator; or denies it
+    r"(?i)[})]{0,3}(?:[²³]|\^(?! ?\{? ?(?:\\circ|\\text|\\mathrm|°|st|nd|rd|th))| ?\\(?:cdot|times|pi|sqrt)(?![a-z])"
+    r"| ?[-*/<] ?\d|\$? < [\w\\]| ?\+ ?[\w\\]|[xyzin](?![a-z])|[$*\s]{0,4}(?:(?:is|was) (?:wrong|incorrect"
+    r"|not (?:the )?(?:answer|correct|right))\b|\(wrong|\?\s?no\b))"
+)
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 NOT_BUT = re.compile(r"\bnot\s[^.\n]{1,40}?\sbut\s(?:rather\s)?|不是[^。\n]{1,20}?而是", re.IGNORECASE)
 COMMENT = re.compile(  # how a last paragraph begins that only comments
@@ -169,7 +182,10 @@ def _untagged(text: str) -> str:
         return last_value(_last_boxes(final[1])[0] or _last_phrase(final[1]) or final[1])
     boxed, is_there = _last_boxes(text)
     if is_there:
-        return _untagged(boxed) if boxed else ""
+        if not boxed or boxed.startswith("\\boxed"):
+            return _untagged(boxed) if boxed else ""
+        said = None if re.search(r"\d", re.split("because|since|if and only if", boxed)[0]) else YES_NO.match(boxed)
+        return said[1] if said else boxed
     if PLAIN.fullmatch(text):
         return text
     text = text[-MAX_READ:].translate({ord("（"): "(", ord("）"): ")"})
@@ -201,7 +217,7 @@ def _last_boxes(text: str | None) -> tuple[str | None, bool]:
             found.append((box[0], mark.end(), text[box[1] : mark.start()]))
     if opened and (box := opened[-1]) is not None and not (found and found[-1][0] > box[0]):
         found += _closed_by_dollar(text, *box)
-    if not found:
+    if not found or BEFORE_BOX.search(text, max(0, found[-1][0] - 40), found[-1][0]) or AFTER_BOX.match(text, found[-1][1]):
         return None, is_there
     begin, end, content = found.pop()
     contents = [content.strip() + (_unit_after(text, end) if PLAIN.fullmatch(content.strip()) else "")]
@@ -223,7 +239,9 @@ def _unit_after(text: str, end: int) -> str:
     if (base := BASE_AFTER_BOX.match(text, end)) is not None:
         return f"_{base[2]}" if base[1][0] == "_" else f" (base {base[2]})"
     word = UNIT_AFTER_BOX.match(text, end)
-    return f" {word[1]}" if word is not None and canonical(word[1]) is not None else ""
+    unit = f" {word[1]}{word[2] or ''}" if word is not None else ""
+    _, name, factor = split_unit(f"1{unit}")
+    return unit if (name and name[0] != "?") or factor != 1 else ""
 
 
 def _last_phrase(text: str) -> str:
@@ -234,14 +252,12 @@ def _last_phrase(text: str) -> str:
     for mark in sorted([*of_json, *phrases], key=re.Match.start, reverse=True):
         if mark.re is JSON_ANSWER:
             return last_value(_json_value(mark[1]))
-        if re.search(r"\bnot\b|n't\b|cannot|never", mark[0]):
-            continue
         begin = AFTER_PHRASE.match(text, mark.end()).end()  # type: ignore[union-attr]
         if (display := DISPLAY.match(text, begin)) is not None:
             return (display[1] or display[2]).strip()
         rest = text[begin : begin + 2000].partition("\n")[0]
         end = next((end.start() for end in SENTENCE_END.finditer(rest) if "$" not in rest[end.start() :]), len(rest))
-        if rest[end : end + 1] in {"?", "？"}:
+        if rest[end : end + 1] in {"?", "？"} or DOUBT.search(text[max(0, mark.start() - 20) : mark.start()] + "\0" + mark[0]):
             continue
         found = unmarked(rest[:end])
         if found and not NO_VALUE.match(found):

@@ -28,7 +28,7 @@ CHARACTERS = str.maketrans(
 COMMANDS = {  # LaTeX's: one spelling of those of one meaning
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "\\frac"), **dict.fromkeys(("leq", "leqslant"), "\\le "),
     **dict.fromkeys(("geq", "geqslant"), "\\ge "), "neq": "\\ne ", "lt": "<", "gt": ">", "langle": "(", "rangle": ")",
-    "lbrace": "\\{", "rbrace": "\\}", **dict.fromkeys(("land", "wedge"), " and "), **dict.fromkeys(("lor", "vee"), " or "),
+    "lbrace": "\\{", "rbrace": "\\}", **dict.fromkeys(("lor", "vee"), " or "),
     **dict.fromkeys(("infin", "infinity"), "\\infty "), **dict.fromkeys(("varnothing", "O"), "\\emptyset "),
     **dict.fromkeys(("dots", "cdots", "dotsc", "hdots"), "\\ldots "), **dict.fromkeys(("degree", "textdegree"), "°"),
     **dict.fromkeys(("quad", "qquad"), " "),
@@ -38,10 +38,6 @@ COMMANDS = {  # LaTeX's: one spelling of those of one meaning
 SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
          "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")  # fmt: skip
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-NUMERAL = (  # 42 in words
-    "(?i:(?:and|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
-    r"|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million)[\s-]?)+"
-)
 RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₊₋ₙ"
 SCRIPTS = re.compile(f"[{RAISED}]+|[{LOWERED}]+")
 FROM_SCRIPT = str.maketrans(RAISED + LOWERED, "0123456789+-n" * 2)
@@ -52,7 +48,8 @@ TEXT = re.compile(
 )
 # Words in parentheses behind a value, as in 36 marbles (12 red and 24 blue)
 ASIDE = re.compile(
-    r"(?<=[\d}%°a-z$*)])(?<!\\left)(?:\s+\((?!\s*(?:or|and|mod|base|in base|wrong|incorrect)\b)"
+    r"(?<=[\d}%°a-z$*)])(?<!\\left)(?:\s+\((?!\s*(?:or|and|mod|base|in base|but|actually"
+    r"|alternatively|possibly|maybe|perhaps|corrected|approx\w*|[^()\n]{0,99}\b(?:wrong|incorrect))\b)(?=[^()\n]*\S\s)"
     r"(?=[^()\n]{0,300}(?:(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|exp|mod|lim|max|min|sqrt|pi|alpha|beta|gamma|delta|theta|lambda|phi)\b)"
     r"[A-Za-z]{3}|[\u4e00-\u9fff]))[^()\n]{0,300}\)|\((?=[\u4e00-\u9fff])[^()\n]{0,300}\))|(?<=[\u4e00-\u9fff])\(即[^()\n]{0,300}\)"
 )
@@ -78,9 +75,10 @@ def _chosen(kind: str, among: str, num: str) -> str:
 
 
 def _numeral(found: re.Match[str]) -> str:
-    """A number below 100 in words."""
+    """A number below 100 in words, and its digits in parentheses where they agree."""
     tens, ones = (found[1] or "").lower(), (found[2] or found[3] or "zero").lower()
-    return str((10 * TENS.index(tens) + 20 if tens else 0) + SMALL.index(ones))
+    value = str((10 * TENS.index(tens) + 20 if tens else 0) + SMALL.index(ones))
+    return value if found[4] in {None, value} else found[0]
 
 
 REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
@@ -103,7 +101,10 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\{\s*,\s*\}|,\s?\\!\s*", "\x01"),  # a separator of thousands for sure
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?|\\phantom\{[^{}]*\}", ""),
         (r"\\!", ""),
-        (r"\A.*(?:\\(?:therefore|implies|Longrightarrow|Rightarrow)(?![A-Za-z])|[∴⇒⟹])|\A\s*[=-]>", ""),
+        (
+            r"\A(?:\s*[^\s=][^=]*[^\s=]\s*=.*|\s*)(?:\\(?:therefore|implies|(?:Longr|R)ightarrow)(?![A-Za-z])|[∴⇒⟹])|\A\s*[=-]>",
+            "",
+        ),
         (r"(?<!\\)\\[,;:> ]|(?<!\\)~", " "),
         (r"\\([%.])", r"\1"),
         (r":=|≔", "="),
@@ -117,44 +118,44 @@ REPLACED: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
         (r"\\frac(?:\s*(\d)|\s+([A-Za-z]))", r"\\frac{\1\2}"),
         (r"\\frac\s*(\{[^{}]*\})\s*([A-Za-z\d])", r"\\frac\1{\2}"),
         (r"\\mathbb\s?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
-        (rf"\A([^()]*)(?:{ASIDE.pattern})\s*\Z", r"\1"),
-        (rf"\A\s*{NUMERAL}\s*\((\d+)\)\s*\Z", r"\1"),
+        (r"(?<=\d)\s+\((?!false)([a-z-]+)\)\s*\Z", r" \1"),
         ("<=", r"\\le "),
         (">=", r"\\ge "),
         (r"\\not\s*=|(?<![\d)!])!=", r"\\ne "),
         (r"(?<![A-Za-z\\])(?:infinity|infty|oo)(?![A-Za-z])", r"\\infty "),
         (r"\\\{\s*\\\}", r"\\emptyset "),
-        (r"[\"]|``|''", ""),
         (MONEY, r"\2\3 \1"),
         (r"(?<=\d)\s?([KMB])(?= ¤)", lambda found: {"K": " thousand", "M": " million", "B": " billion"}[found[1]]),
-        (rf"(?i)\A\s*(?:({'|'.join(TENS)})(?:[\s-]?({'|'.join(SMALL[1:10])}))?|({'|'.join(SMALL)}))[\s.]*\Z", _numeral),
+        (
+            rf"(?i)\A\s*(?:({'|'.join(TENS)})(?:[\s-]?({'|'.join(SMALL[1:10])}))?|({'|'.join(SMALL)}))(?: \((\d+)\))?\W*\Z",
+            _numeral,
+        ),
         (r"(?i)(infinitely many) (?:solutions|values|pairs|integers)[\s.]*\Z", r"\1"),
         (r"(?i)(?<=[a-z]) wins[\s.]*\Z", ""),
         (r"(?i)\A\s*(?:all|every|any|the)\s+(?=[a-z]\s?=)", ""),
         (r"(?i)\A\s*(?:all|every|any)\s+([a-z ]{3,40})\s([a-z])[\s.]*\Z", r"\2 is \1"),  # all even n
-        (r"\s?,\s?\(?n\s?(?:\\ge\s?|>\s?)[01]\)?\s*\Z", ""),
+        (r"\s?,\s?\(?n\s?(?:\\ge\s?1|>\s?0)\)?\s*\Z", ""),
         (r"(充分|必要|充要)条件\Z", r"\1"),
         (r"\A\s*([A-H]+)(?:项|是?正确的?)+\s*\Z", r"\1"),
         (r"\*\*", "^"),
         (r"\A\s*(?:(?i:at|about|around|approximately|roughly|exactly|only|just)\s|\\approx\s?)\s*(?=[-\d\\])", ""),
+        (r"(?i)\A\s*(?:the )?(?:final )?answer(?: is|:)\s*", ""),
         (r"\A\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
-        (r"\A\s*(['`])(.*)\1[\s.]*\Z", r"\2"),
+        (r"\A\s*([\"'`]{1,2})(.*?)(?:\1|'')[\s.]*\Z", r"\2"),
+        (r"(?<=\d)(?:''|\")\s*\Z", " inch"),
         (r"\A\s*DNE\W*\Z", "does not exist"),
         (r"(?<=\d)\s?(?:\^\s?\{?\s?)?(?:st|nd|rd|th)(?![A-Za-z])\s?\}?", ""),
         (r"\s+", " "),
         (r" (?:und|et|и) ", " and "),
         (r" (?:oder|ou|или) ", " or "),
-        (r"(?<=\d) [ye] (?=\d)", " and "),
         (QUANTIFIER, ""),
         (r"\A ?\\\{ ?([a-z]) ?(?:\\in ?\\mathbb ?\{R\} ?)?(?:\\mid|\||:) ?(?=.*\1)(.*?) ?\\\} ?\Z", r"\2"),  # {x | x > 2}
         (r"\s?\(([^()]*\\in ?\\mathbb[^()]*)\) ?\Z", r", \1"),  # k\pi (k \in Z)
     )
 ]
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-ENDS = re.compile(
-    r"^(?:[\s,;:\u2600-\u27bf\U0001f300-\U0001faff]|>>>)+"
-    r"|(?:\s-(?=\s*$)|[\s,;:。।–—\u2600-\u27bf■□∎\U0001f300-\U0001faff\ufe0f]|(?<!\\)\.|\\)+$"
-)
+EMOJI = "(?![☓✕✖✗✘❌❎❓❔➕➖➗👎🚫])[\u2600-\u27bf\U0001f300-\U0001faff]"  # but those that deny or count
+ENDS = re.compile(rf"^(?:[\s,;:]|{EMOJI}|>>>)+|(?:\s-(?=\s*$)|[\s,;:。।–—■□∎\ufe0f]|{EMOJI}|(?<![\\.])\.|\\)+$")
 RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 SHORT_WORDS = frozenset(re.split(" ", "no on up in at it is or of to by if an as he we me us go so my do be am pm"))
 OPENING, CLOSING = "([{", ")]}"
@@ -202,7 +203,7 @@ def closing(text: str, begin: int) -> int:
 
 def key(text: str) -> str:
     """What answers of equal text have in common: white space counts only between digits or words, and case not in words."""
-    text = re.sub(r"(?<![\w])\s+|\s+(?![\w])|(?<=\d)\s+(?=[A-Za-z])|(?<=[A-Za-z])\s+(?=\d)", "", text)
+    text = re.sub(r"(?<![\w])\s+|\s+(?![\w])|(?<=\d)\s+(?=[^\W\d_])|(?<=[A-Za-z])\s+(?=\d)", "", text)
     if not has_words(text):
         return re.sub(r"(?<=[A-Za-z])\s(?=[A-Za-z])", "", text)
     text = re.sub(r"\A(?:(?:the|an?|it|there)\s(?:is\s)?)+", "", text.lower())

@@ -29,13 +29,9 @@ MAGNITUDES = {
     "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12,
     "百": 2, "千": 3, "万": 4, "百万": 6, "千万": 7, "亿": 8, "万亿": 12,
 }  # fmt: skip
-MATH_WORDS = frozenset(
-    re.split(
-        " ",
-        "sin cos tan cot sec csc log ln lg exp sqrt pi inf max min gcd lcm mod det arg dim deg rank arcsin arccos arctan sinh"
-        " cosh tanh infty alpha beta gamma theta lambda mu sigma omega phi and or oo bmod pmod",
-    )
-)
+MATH_WORDS = frozenset(re.split(" ",
+    "sin cos tan cot sec csc log ln lg exp sqrt pi inf max min gcd lcm mod det arg dim deg rank arcsin arccos arctan sinh"
+    " cosh tanh infty alpha beta gamma theta lambda mu sigma omega phi and or oo bmod pmod"))  # fmt: skip
 CJK = "\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
 PREFIXED = re.compile("[kMGTPcdnpμµm](?:m|g|s|[lL]|J|N|W|V|A|Hz|Pa|mol|T|C|F|K|Wb|bit|B|cal)|[kMGT]?eV|AU|[kM]?pc|ly|erg")
 POWER = r"(?:\s?\^\s?\{?-?[1-4]\}?)?"
@@ -48,14 +44,12 @@ TAIL = re.compile(
 BEFORE_CLAUSE = re.compile("[\u4e00-\u9fff]{1,4}?(?=(?:后|后?(?:两[车人船])?相遇|(?<=[元块])钱|(?<=[米里])路)\\Z)")
 ANGLE_FUNCTION = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 SQUARES = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3}
-NO_UNITS = frozenset(
-    re.split(
-        " ",
-        "if when where or and not to than mod is are more less times plus minus over from at least most factorial base half"
-        " halves third quarter fourth fifth tenth hundredth thousandth squared cubed doubled tripled halved recurring repeating"
-        " inverse reciprocal root power negative below above wrong incorrect isn't wasn't maybe remainder with without by",
-    )
-)
+NO_UNITS = frozenset(re.split(" ",
+    "if when where or and not to than mod is are more less times plus minus over from at least most factorial base half"
+    " halves third quarter fourth fifth tenth hundredth thousandth squared cubed doubled tripled halved recurring repeating"
+    " inverse reciprocal root power negative below above wrong incorrect isn't wasn't maybe"
+    " remainder with without by ten tens score"))  # fmt: skip
+NO_NOUN = re.compile(r"\A(?:折|个?半|个多|多个|以[上下内]|左右|次方|阶乘|的[平倒相]|[成十余错]\Z)|吗|不[是对到]|分之|ない|아니")
 
 
 def canonical(word: str) -> str | None:
@@ -110,7 +104,7 @@ def _magnitude(words: list[str]) -> int | None:
         del words[0]
         return 12
     for length in (len(first), 2, 1) if re.match(f"[{CJK}]", first) else (len(first),):
-        name = first[:length].lower()
+        name = first[:length].lower().removesuffix("s")
         if name in MAGNITUDES and first not in CANONICAL:
             words[:1] = [_beginning(first[length:])] if first[length:] else []
             return int(10 ** MAGNITUDES[name])
@@ -148,7 +142,7 @@ def _unit(words: list[str], *, attached: bool) -> str | None:
 def _is_noun(word: str, *, attached: bool) -> bool:
     """Whether a word that is no known unit can name the thing that is counted."""
     if re.match(f"[{CJK}]", word):
-        return True
+        return NO_NOUN.search(word) is None
     lower = word.lower()
     return (
         not attached
@@ -164,7 +158,8 @@ def units_agree(gold: str, answer: str) -> bool:
     """Whether both may mean the same: one is missing, they are equal, or one names counted things more closely."""
     if {gold.partition("/")[0], answer.partition("/")[0]} == {"%"}:  # a year
         return True
-    if not gold or not answer or gold == answer or "unit" in {gold.rstrip("^23"), answer.rstrip("^23")}:
+    names = gold.partition("^"), answer.partition("^")
+    if not gold or not answer or gold == answer or ("unit" in {names[0][0], names[1][0]} and names[0][2] == names[1][2]):
         return True
     if "¥" in {gold, answer}:
         return {gold, answer} <= {"¥", "yuan", "yen"}

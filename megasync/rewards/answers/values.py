@@ -47,6 +47,8 @@ def named(text: str) -> tuple[str, str]:
     sides.append(text[begin:].strip())
     if len(sides) == 2 and NAME.fullmatch(sides[1]) and not NAME.fullmatch(sides[0]) and not letters_of(sides[0]):
         sides.reverse()  # 5 = x
+    if any(has_words(side) or "\\ne" in side or (sides[0] and side.endswith(sides[0])) for side in sides[1:-1]):
+        return "", ""  # x = 4 instead of x = 3
     if len(sides) > 1 and (before := number(sides[-2])) and (last := number(sides[-1])) and not _is_rounded(before, last):
         return "", ""
     if len(sides) > 2 and not NAME.fullmatch(sides[0]) and not letters_of(sides[-2]):
@@ -56,9 +58,9 @@ def named(text: str) -> tuple[str, str]:
 
 def same_single(gold: str, answer: str) -> bool:
     (our_name, ours), (their_name, theirs) = named(gold), named(answer)
-    if their_name and not letters_of(their_name) and not has_words(their_name):
+    if their_name and not letters_of(their_name) and not has_words(their_name) and not NAME.fullmatch(their_name):
         their_name = ""  # 12 + 34 = 46
-    if our_name and not letters_of(our_name) and not has_words(our_name):
+    if our_name and not letters_of(our_name) and not has_words(our_name) and not NAME.fullmatch(our_name):
         our_name = ""
     if not ours or not theirs:
         return False
@@ -118,11 +120,11 @@ def _rising(text: str) -> str:
 
 
 def _same_number(first: Number, second: Number) -> bool:
-    """Equal, or one is the other rounded or cut off after six or more decimals, with at least five significant digits."""
+    """Equal, or one is the other rounded or cut off (`may_be_rounded`)."""
     if first.value == second.value:
         return True
     rough, exact = sorted((first, second), key=lambda one: math.inf if one.decimals is None else one.decimals)
-    if rough.decimals is None or rough.decimals < 6 or abs(rough.value) * 10**rough.decimals < 10_000:
+    if rough.decimals is None or not rough.may_be_rounded:
         return False
     scaled = exact.value * 10**rough.decimals
     return rough.value * 10**rough.decimals in {round(scaled), math.trunc(scaled)}
