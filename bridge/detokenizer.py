@@ -28,7 +28,8 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # of the decoder ByteFallback
 def load(folder: str | Path) -> tuple[Any, list[str]]:
     """The tokenizer of a model's folder, from tokenizer.json, and a note of each saved setting that was switched off.
 
-    Truncation, padding, the splitting of special tokens, and the clean-up of a decoder would change what a text or ids say.
+    Truncation, padding, BPE dropout, the splitting of special tokens, and the clean-up of a decoder would change what a text or
+    ids say.
     Raises what transformers and tokenizers raise.
     """
     from transformers import PreTrainedTokenizerFast
@@ -42,6 +43,9 @@ def load(folder: str | Path) -> tuple[Any, list[str]]:
         length = backend.padding.get("length")
         off.append(f"padding to {length} tokens" if length else "padding to the longest text")
         backend.no_padding()
+    if dropout := getattr(backend.model, "dropout", None):  # merges at random
+        off.append(f"BPE dropout of {dropout:g}")
+        backend.model.dropout = None
     if tokenizer.split_special_tokens:
         off.append("split_special_tokens")
         tokenizer.split_special_tokens = False

@@ -26,8 +26,9 @@ PROMPT_END = 40  # characters that a note shows
 ASKED = {"role": "user", "content": "?"}
 
 
-def check_template(tokenizer: Any, arguments: Mapping[str, Any]) -> list[str]:
-    """The variables that the template reads, sorted; with `tools` if it reads them.
+def check_template(tokenizer: Any, arguments: Mapping[str, Any], tools: Sequence[Any] | None = None) -> list[str]:
+    """The variables that the template reads, sorted; with `tools` if it reads them. Some models have another template, tool_use,
+    for conversations with `tools`.
 
     Raises:
         ConfigError: the template is broken, or would ignore one of the arguments.
@@ -36,7 +37,7 @@ def check_template(tokenizer: Any, arguments: Mapping[str, Any]) -> list[str]:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template(tools=tools)
         variables = meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
     except Exception as error:  # a template that is not a text, several without a default, or a syntax error
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -98,23 +99,25 @@ class ChatTemplate:
     def check_row(self, place: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], own: Mapping[str, Any]) -> None:
         """ConfigError if the template would silently ignore tools, variables or fields of messages of a row of the data."""
         remedy = "use a model whose template reads it, or remove it from the data"
+        variables, text = self._with_tools if tools else self._without_tools
         message = f"{place}: holds {TOOLS}, and the model's chat template reads none"
-        refuse_if(tools and "tools" not in self._variables, message, remedy=remedy)
+        refuse_if(tools and "tools" not in variables, message, remedy=remedy)
         for name in own:
-            near, choices = nearest_name(name, self._variables), ", ".join(self._variables) or "none"
+            near, choices = nearest_name(name, variables), ", ".join(variables) or "none"
             message = f"{place}: {ARGUMENTS} has {name!r}, and the model's chat template reads no such variable"
-            refuse_if(name not in self._variables or name == "tools", message, choices=choices, nearest=near, remedy=remedy)
+            refuse_if(name not in variables or name == "tools", message, choices=choices, nearest=near, remedy=remedy)
         for name in {name for each in messages for name in each if name in RENDERED and each[name]}:
             message = f"{place}: a message has {name!r}, which the model's chat template does not write"
-            refuse_if(not re.search(rf"\b{name}\b", self._text), message, remedy=remedy)
+            refuse_if(not re.search(rf"\b{name}\b", text), message, remedy=remedy)
 
     @cached_property
-    def _variables(self) -> list[str]:
-        return check_template(self._tokenizer, {})
+    def _without_tools(self) -> tuple[list[str], str]:
+        """The template's variables, and its text."""
+        return check_template(self._tokenizer, {}), str(self._tokenizer.get_chat_template())
 
     @cached_property
-    def _text(self) -> str:
-        return str(self._tokenizer.get_chat_template())
+    def _with_tools(self) -> tuple[list[str], str]:
+        return check_template(self._tokenizer, {}, [{}]), str(self._tokenizer.get_chat_template(tools=[{}]))
 
     @cached_property
     def turn(self) -> TurnForm:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megasync.episodes.messages import (
+    WAYS,
     Fields,
     Message,
     MessageError,
@@ -248,6 +249,9 @@ class Model:
         made = plain(message)
         self._by_history[following(before, made)] = answer
         self._by_message[key(made)] = answer
+        for way in WAYS:  # where no other answer is written so
+            self._by_history.setdefault(following(before, made, way), answer)
+            self._by_message.setdefault(key(made, way), answer)
 
 
 def _plain_messages(given: Any) -> list[Message]:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -88,25 +88,35 @@ def _double(text: str) -> int | float | str:
     return int(number) if number.is_integer() else number
 
 
-DOUBLES = json.JSONDecoder(parse_int=_double, parse_float=_double, parse_constant=str)
+def _decoder(object_hook: Callable[[dict[str, Any]], Any] | None = None) -> json.JSONDecoder:
+    return json.JSONDecoder(object_hook=object_hook, parse_int=_double, parse_float=_double, parse_constant=str)
+
+
+AS_IT_IS = _decoder()
+# in which a client may write what was sampled; the other way round it is another value
+WAYS = (
+    AS_IT_IS,
+    _decoder(lambda fields: {name: value for name, value in fields.items() if value is not None}),  # Gson, Swift, Go's omitempty
+    _decoder(lambda fields: fields or []),  # PHP
+)
 SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: Any, way: json.JSONDecoder = AS_IT_IS) -> bytes:
     """A canonical form of a JSON value: the same after a client has parsed and written it.
 
     A client may write 1 for 1.0 and 1e3 for 1000, keep numbers as doubles, and has other ways with -0.0, the order of keys,
-    escapes and halves of surrogate pairs.
+    escapes and halves of surrogate pairs. `way`, of WAYS: without null fields of objects, or with [] for empty ones.
     """
-    text = SORTED.encode(DOUBLES.decode(json.dumps(value)))
+    text = SORTED.encode(way.decode(json.dumps(value)))
     return text.replace("\ufffd", "?").encode(errors="replace")
 
 
-def key(message: Message) -> bytes:
+def key(message: Message, way: json.JSONDecoder = AS_IT_IS) -> bytes:
     """The key of a plain message: the same after a client has parsed and written it. Leaves out reasoning and ids of calls."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     text = json.dumps([message["role"], message["content"].strip()])
-    return hashlib.blake2b(text.encode() + (canonical(calls) if calls else b""), digest_size=16).digest()
+    return hashlib.blake2b(text.encode() + (canonical(calls, way) if calls else b""), digest_size=16).digest()
 
 
 def digest(before: bytes, value: Any) -> bytes:
@@ -122,9 +132,9 @@ def keys_of_histories(messages: Sequence[Message], tools: Sequence[Tool]) -> lis
     return made
 
 
-def following(history: bytes, message: Message) -> bytes:
+def following(history: bytes, message: Message, way: json.JSONDecoder = AS_IT_IS) -> bytes:
     """The key of that history and one more message."""
-    return hashlib.blake2b(history + key(message), digest_size=16).digest()
+    return hashlib.blake2b(history + key(message, way), digest_size=16).digest()
 
 
 def plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:

@@ -10,6 +10,7 @@ Leaves out templates without tools or a system message (folding.py), and familie
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ PROBE_TOOL: Tool = {
     "type": "function",
     "function": {"name": PROBE, "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
+PROBE_AS_JSON = re.compile(rf'"name":\s*"{PROBE}"'), re.compile(r"""a\\?["']:\s*1\b""")  # a dict that is written as it is has '
 PROBE_CALL = {"id": "probe0c4f", "type": "function", "function": {"name": PROBE, "arguments": {}}}  # nine characters: mistral's
 
 
@@ -64,8 +66,7 @@ class TemplateRenderer:
             call = _answer("", [{**PROBE_CALL, "function": {"name": content, "arguments": {}}}])
             called = self._apply([user, call], [], generate=False).removeprefix(asked)
             self._before_call = called.partition(content)[0].removeprefix(header)
-        known = "hermes" if self._folds_tools else format_of(template)
-        self._format = known or self._tried_format(user, asked + header)
+        self._format = "hermes" if self._folds_tools else self._read_format(user, header)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
@@ -131,17 +132,27 @@ class TemplateRenderer:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _tried_format(self, user: Message, before: str) -> Format | None:
-        """By how the template writes a call of a former turn: the format that reads it; hermes where it writes none."""
-        call = {**PROBE_CALL, "function": {"name": PROBE, "arguments": {"a": "b"}}}
+    def _read_format(self, user: Message, header: str) -> Format | None:
+        """The format that reads how the template writes a call of a former turn. What format_of says is tried first, and it is
+        taken, or hermes, where the template writes no such calls. Where no format reads them: what format_of says if they are
+        objects with a key `name`, such as nested ones, or ones with a dict of Python as arguments; else None.
+        """
+        tools, call = [PROBE_TOOL], {**PROBE_CALL, "function": {"name": PROBE, "arguments": {"a": 1}}}
+        said = format_of(self.tokens.tokenizer.get_chat_template(tools=tools))
         try:
-            text = self._apply([user, _answer("", [call])], [], generate=False).removeprefix(before)
+            before = self._apply([user], tools, generate=False) + header
+            whole = self._apply([user, _answer("", [call])], tools, generate=False)
         except MessageError:
-            return "hermes"
+            return said or "hermes"
+        if said and not whole.startswith(before):  # the turn begins in another way
+            return said
+        text = whole.removeprefix(before)
         text = text.partition(self._close)[0] if self._close else text
         if PROBE not in text:
-            return "hermes"
-        return next((form for form in FORMATS if read_calls(text, form, [PROBE_TOOL]).calls == [(PROBE, {"a": "b"})]), None)
+            return said or "hermes"
+        forms = [said, *FORMATS] if said else FORMATS
+        found = next((form for form in forms if read_calls(text, form, [PROBE_TOOL]).calls == [(PROBE, {"a": 1})]), None)
+        return found or (said if all(part.search(text) for part in PROBE_AS_JSON) else None)
 
     def _text(
         self,

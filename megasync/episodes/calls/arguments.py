@@ -15,6 +15,16 @@ from typing import Any
 
 Kinds = frozenset[str] | None  # JSON types that a schema takes; None: it does not say
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+TYPES = frozenset(KINDS.values())
+OTHER_NAMES = {  # of types, as schemas that are not JSON's have them: Python's, BFCL's, Gemini's
+    **dict.fromkeys(("str", "text"), "string"),
+    **dict.fromkeys(("int", "long"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal"), "number"),
+    "bool": "boolean",
+    **dict.fromkeys(("list", "tuple", "set"), "array"),
+    **dict.fromkeys(("dict", "map", "hashmap"), "object"),
+    "none": "null",
+}
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
 MOST_REFERENCES = 32  # one in another; a schema may refer to itself
 
@@ -111,14 +121,17 @@ def _property(parameters: Any, name: str) -> Any:
 
 
 def _kinds(schema: Any, root: Any, depth: int = 0) -> Kinds:
-    """The types that the schema allows for the value itself, whatever it says about types inside the value."""
+    """The types that the schema allows for the value itself, whatever it says about types inside the value. None also where it
+    has a type that is not known, such as BFCL's any.
+    """
     if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
         return None
     said: list[Kinds] = []
-    if "type" in schema:
-        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if schema.get("type") is not None:
+        named = [str(each).lower() for each in (schema["type"] if isinstance(schema["type"], list) else [schema["type"]])]
+        named = [OTHER_NAMES.get(each, each) for each in named]
         also = ["integer"] * ("number" in named) + ["null"] * (schema.get("nullable") is True)
-        said.append(frozenset(map(str, [*named, *also])))
+        said.append(frozenset([*named, *also]) if TYPES.issuperset(named) else None)
     if "const" in schema or isinstance(schema.get("enum"), list):
         said.append(frozenset(KINDS[type(value)] for value in schema.get("enum", [schema.get("const")])))
     for name in ("anyOf", "oneOf"):

@@ -47,6 +47,8 @@ FAILURES = {  # the kind of episode: what its failure is called
     "metric_nan": "returned the metric calls = nan, a finite number is expected",
     "metrics_list": "returned metrics of type list, a mapping of names to numbers is expected",
     "info_text": "returned info of type str, a mapping is expected",
+    "turn_rewards": "returned 2 turn_rewards for 0 turns",
+    "turn_text": "returned a turn's reward 'much', a finite number is expected",
     "raises": "raised ZeroDivisionError: on purpose",
     "system_exit": "raised SystemExit: 3",
     "missing_module": "raised ModuleNotFoundError: No module named 'my_tools'",

@@ -76,6 +76,18 @@ def test_a_call_that_is_cut_off_is_not_made(family: str, length: int) -> None:
         ({"type": "integer"}, "12.0", 12),
         ({"type": "number"}, "1e3", 1000.0),
         ({"type": "boolean"}, "True", True),
+        ({"type": "str"}, "123", "123"),  # names that JSON schema does not have
+        ({"type": "STRING", "nullable": True}, "123", "123"),
+        ({"type": ["str", "none"]}, "null", None),
+        ({"type": "int"}, "123", 123),
+        ({"type": "float"}, "3", 3),
+        ({"type": "bool"}, "true", True),
+        ({"type": "tuple"}, "[1, 2]", [1, 2]),
+        ({"type": "dict"}, '{"a": 1}', {"a": 1}),
+        ({"type": "any"}, "12", 12),
+        ({"type": None}, "12", 12),
+        ({"type": ["string", "any"]}, "a b", "a b"),
+        ({"type": "Date"}, "2024-01-01", "2024-01-01"),
         ({"$ref": "#/$defs/Self"}, "[1]", [1]),  # refers to itself: says nothing
         ({}, "12", 12),
         (True, '{"a": 1}', {"a": 1}),
@@ -100,6 +112,8 @@ def test_a_text_is_what_the_schema_takes(schema: Any, text: str, value: Any) -> 
         ({"type": "object"}, '{"a": 1, "a": 2}'),
         ({"type": "number"}, "NaN"),
         ({"type": "number"}, "1e999"),
+        ({"type": "int"}, "many"),
+        ({"type": "dict"}, "[1]"),
     ],
 )
 def test_a_text_that_is_nothing_of_the_schema_is_reported(schema: Any, text: str) -> None:
@@ -205,12 +219,26 @@ CHATML = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+LLAMA4 = """{#<|header_start|>#}<|python_start|><|python_end|>{"name": "{{ call.function.name }}", "parameters": \
+{{ call.function.arguments | tojson }}}"""
+
 
 @pytest.mark.parametrize(
     ("call", "line"),
     [
         ('{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}', '{"name": "now"}'),
         ("<|call|>{{ call.function | tojson }}", None),
+        # a sign of llama's, or of hermes', and calls that are written in another way
+        ("{#<|header_start|> parameters#}<function={{ call.function.name }}>{{ call.function.arguments | tojson }}", None),
+        ("<tool_calls><tool_call>{{ call.function.name }}\n```json\n{{ call.function.arguments | tojson }}\n```", None),
+        ("{#<tool_call>#}[{{ call.function.name }}({{ call.function.arguments | items | first | join('=') }})]", "[now()]"),
+        # a sign, and objects with a name that are not read: the sign counts
+        ("<tool_call>{{ call | tojson }}</tool_call>", '<tool_call>{"name": "now"}</tool_call>'),
+        (
+            '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments }}}</tool_call>',
+            '<tool_call>{"name": "now"}</tool_call>',
+        ),
+        (LLAMA4, '<|python_start|><|python_end|>{"name": "now", "parameters": {}}'),
         ("", '<tool_call>{"name": "now"}</tool_call>'),
     ],
 )  # fmt: skip
@@ -226,6 +254,16 @@ def test_the_format_of_a_template_that_says_nothing_known_is_tried(call: str, li
         assert asyncio.run(model.chat(messages)).content == "Hi."
     else:
         assert [each.function.name for each in asyncio.run(model.chat(messages, TOOLS)).tool_calls] == ["now"]
+
+
+def test_the_format_is_that_of_the_template_for_tools() -> None:
+    """Of several by name; the other writes no calls."""
+    sampler = Lines("[now()]", "[now()]")
+    sampler.tokens.tokenizer = copy.copy(sampler.tokens.tokenizer)
+    written = CHATML.replace("CALL", "[{{ call.function.name }}({{ call.function.arguments | items | first | join('=') }})]")
+    sampler.tokens.tokenizer.chat_template = {"default": CHATML.replace("CALL", ""), "tool_use": written}
+    message = asyncio.run(model_of(sampler).chat([{"role": "user", "content": "?"}], TOOLS))
+    assert [each.function.name for each in message.tool_calls] == ["now"]
 
 
 def test_the_schema_of_the_table_takes_its_strings() -> None:

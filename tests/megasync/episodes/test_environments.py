@@ -36,6 +36,7 @@ def test_gymnasiums_manner_is_played_to_its_end() -> None:
     reported = model("1", "2", "3")
     result = asyncio.run(play(Guess(Task("", (1,), "2")), Task("Guess.", (1,), "2", seed=7), reported))
     assert (result.reward, result.metrics, result.info) == (1.0, {"left": 0.0}, {"turn_rewards": [0.0, 1.0, 0.0]})
+    assert result.turn_rewards == [0.0, 1.0, 0.0]
     assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(reported)[0] and texts(reported)[-1].count("user\nno") == 2
 
 

@@ -11,14 +11,17 @@ import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import pytest
 
 from bridge.generation import GenerationRequest
-from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from engine.algorithm import AlgorithmConfig
+from engine.config import ModelConfig
+from megasync.config.data_section import DataConfig
+from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import Asked
 from megasync.episodes.segments import Turn
@@ -32,9 +35,10 @@ EPISODES = "tests.support.episodes:episode"
 TIMEOUT_SECONDS = 4.0
 
 
-def pool_of(folder: str, **options: Any) -> EpisodePool:
+def pool_of(folder: str, credit: Literal["episode", "turn"] = "episode", **options: Any) -> EpisodePool:
     own = {"episode": EPISODES, "episode_timeout_seconds": TIMEOUT_SECONDS, "episode_processes": 1, **options}
-    return EpisodePool(Config(model=ModelConfig(path=folder), data=DataConfig(), rollout=RolloutConfig(**own)))
+    sections = {"algorithm": AlgorithmConfig(credit=credit), "data": DataConfig(), "rollout": RolloutConfig(**own)}
+    return EpisodePool(Config(model=ModelConfig(path=folder), **sections))
 
 
 class Replica:
@@ -92,6 +96,24 @@ def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Reported) -> No
         assert (ended.failure, ended.reward, ended.metrics, ended.info["seed"]) == (None, 1.0, {"length": 8.0}, 3)
         assert [prompt.tolist() for prompt, _ in turns] == [[7, 8, 9], [7, 8, 9, 5, 5, 5, 17, 10]]
         assert [len(turn.token_ids) for _, turn in turns] == [3, 2]
+
+
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_rewards_of_turns_are_one_for_each_and_make_up_the_reward(folder: str, credit: Literal["episode", "turn"]) -> None:
+    """Others are a failure, but where they are not needed and there is a reward beside them."""
+    right = {"[null, [1.0, 0.5]]": 1.5, "[0.3, [0.1, 0.2]]": 0.3, "[2.0, null]": 2.0}
+    wrong = dict.fromkeys(("[null, [1.0]]", "[1.0, [1.0]]"), "1 turn_rewards for 2 turns") | {"[2.0, [1.0, 0.5]]": "1.5 in all"}
+    found = play(pool_of(folder, credit=credit), [f"rewards {option}" for option in (*right, *wrong)])
+    for option, reward in right.items():
+        ended, _ = found[f"rewards {option}"]
+        rewards = json.loads(option)[1] or []
+        assert (ended.reward, list(ended.turn_rewards), ended.info.get("turn_rewards", [])) == (reward, rewards, rewards)
+    for option, words in wrong.items():
+        ended, _ = found[f"rewards {option}"]
+        if credit == "turn" or option.startswith("[null"):
+            assert words in failure(found, f"rewards {option}")
+        else:
+            assert (ended.failure, ended.reward, ended.turn_rewards) == (None, json.loads(option)[0], ())
 
 
 def test_time_in_tools_is_what_tools_took(folder: str) -> None:

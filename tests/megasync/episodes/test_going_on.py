@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from megasync.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from engine.config import ModelConfig
+from megasync.config.data_section import DataConfig
+from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.pool import EpisodePool
 from megasync.episodes.record import MAX_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History
 from megasync.episodes.segments import Turn

@@ -263,7 +263,7 @@ def test_a_call_that_cannot_be_read_is_in_the_answer_of_both_protocols() -> None
         create, messages = of_openai(access).chat.completions.create, list(QUESTION)
         choice = (await create(model="any", messages=messages, tools=[TOOL])).choices[0]
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (broken, None, "stop")
-        (call,) = choice.message.invalid_tool_calls
+        (call,) = choice.message.invalid_tool_calls  # type: ignore[attr-defined]
         messages += [choice.message, {"role": "tool", "tool_call_id": call["id"], "content": call["error"]}]
         await create(model="any", messages=messages, tools=[TOOL])
         other, tools, messages = (

@@ -78,7 +78,7 @@ def test_openai_client_calls_a_tool(stream: bool) -> None:
         else:
             completion = await client.chat.completions.create(model="any", messages=messages, tools=OPENAI_TOOLS, max_tokens=90)
             choice = completion.choices[0]
-            message, calls, content = choice.message, choice.message.tool_calls or [], choice.message.content
+            message, calls, content = choice.message, choice.message.tool_calls or [], choice.message.content  # type: ignore[attr-defined]
             reason, usage = choice.finish_reason, completion.usage
             assert message.reasoning == "Hm."
         assert (content, reason) == ("Let me see.", "tool_calls")

@@ -13,7 +13,8 @@ import pytest
 
 from megasync.episodes.chat import Model
 from megasync.episodes.render import FamilyRenderer, renderer_of
-from megasync.episodes.template import TemplateRenderer, fold
+from megasync.episodes.folding import fold
+from megasync.episodes.template import TemplateRenderer
 from megasync.episodes.segments import Recorder
 from megasync.episodes.tokens import Tokens
 from tests.support.chat_families import FAMILIES
