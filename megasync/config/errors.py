@@ -139,9 +139,9 @@ def some(names: Iterable[object], most: int = 6) -> str:
     return ", ".join(listed[:most]) + more
 
 
-def nearest_name(word: str, names: Iterable[str]) -> str:
+def nearest_name(word: str, names: Iterable[str], least: float = MIN_SIMILARITY) -> str:
     """The name that is most similar to `word`, compared as a whole, by its parts between `_` and by their initials; empty if no
-    name reaches MIN_SIMILARITY.
+    name's similarity, from 0 to 1, is `least`.
     """
 
     def similarity(name: str) -> float:
@@ -152,7 +152,7 @@ def nearest_name(word: str, names: Iterable[str]) -> str:
         return max(_similarity(word.lower(), part.lower()) for part in parts)
 
     best = max(names, key=similarity, default="")
-    return best if best and similarity(best) >= MIN_SIMILARITY else ""
+    return best if best and similarity(best) >= least else ""
 
 
 def _similarity(word: str, other: str) -> float:
@@ -192,7 +192,7 @@ def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
 def explain_os_error(error: OSError) -> str:
     """The message for an `error` with a file name, with a remedy."""
     path = Path(os.fsdecode(error.filename2 or error.filename))
-    if error.errno == errno.ENOENT and path.is_symlink():
+    if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         remedy = "restore the target, or replace the link by a file"
         return explain(f"{path}: is a link to {path.readlink()}, which does not exist", remedy=remedy)
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -58,7 +58,7 @@ def lock(run_folder: Path) -> int | None:
 
 def lock_holder(run_folder: Path) -> str | None:
     """Process and host that hold the lock of the folder, as text; None if it is not locked. Takes no lock."""
-    run_folder = run_folder.resolve()  # so that it has a name even if it is the current folder
+    run_folder = Path(os.path.realpath(run_folder))  # so that it has a name even if it is the current folder
     path = run_folder.with_name(f".{run_folder.name}.lock")
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -122,7 +122,7 @@ def _explained(found: ErrorDetails, keys: Mapping[str, FieldInfo], sources: Mapp
 
 def _other_choice(key: str, value: str, allowed: Sequence[str]) -> dict[str, str]:
     """The nearest choice, and the remedy."""
-    if advice := others.VALUES.get((key, value.lower())):
+    if advice := others.advice_on_value(key, value):
         return {"remedy": advice}
     other = OTHER_NAMES.get(value.lower(), "")
     near = other if other in allowed else nearest_name(value, allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,7 +13,9 @@ from pydantic.fields import FieldInfo
 from megasync.config import others
 from megasync.config.errors import nearest_name
 
+SEPARATOR = re.compile(r"__|[/:]")  # of sections, as other programs write them
 SHORT = 3  # letters; so short a name is similar to some key of any section, as `foo` to `floor`
+ELSEWHERE = 0.75  # least similarity to a key of another section
 ANYWHERE = ("dir", "limit", "name", "path", "split", "sync")  # last parts that are too common to match in an unknown section
 ANY_NAME = "NAME"  # placeholder for a name that the user chooses, as in data.eval.NAME.path
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # attributes of annotated_types' constraints
@@ -81,6 +84,11 @@ def takes_names(field: FieldInfo) -> bool:
     return any(get_origin(part) is dict for part in _parts(field.annotation))
 
 
+def has_free_values(field: FieldInfo) -> bool:
+    """Whether it is a mapping with values of any kind."""
+    return any(get_origin(part) is dict and get_args(part)[1] is Any for part in _parts(field.annotation))
+
+
 def item_of(field: FieldInfo) -> type:
     """The type of a list's items: int, float or str."""
     kinds: list[Any] = [field.annotation]
@@ -100,6 +108,8 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
     project by its last part, a similar key of the same section, a key with a similar last part.
     """
     keys = list(keys)
+    if (dotted := SEPARATOR.sub(".", unknown)) in keys:  # engine__wrap, engine/wrap
+        return dotted, ""
     above, _, name = unknown.rpartition(".")
     found = others.meaning(unknown)
     with_same = [key for key in keys if key.rpartition(".")[2] == name]
@@ -113,7 +123,7 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
         return siblings[near], ""
     elsewhere = [key for key in reversed(keys) if "." in key or not above]  # a whole section is no misspelling of a section's key
     by_last = {last: key for key in elsewhere if (last := key.rpartition(".")[2]) != ANY_NAME}
-    return by_last.get(nearest_name(name, by_last), "") if len(name) > SHORT else "", ""
+    return by_last.get(nearest_name(name, by_last, ELSEWHERE), "") if len(name) > SHORT else "", ""
 
 
 def _is_ours(keys: Sequence[str], section: str) -> bool:

@@ -8,6 +8,8 @@ the model, the data or the world size (checks/check.py). No torch in here.
 
 from __future__ import annotations
 
+import copy
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,24 +25,15 @@ from engine.algorithm import PRESETS
 from megasync.config.errors import ConfigError, ErrorCollector, nearest_name
 from megasync.config.files import write_atomically
 from megasync.config.invalid import explain_invalid, too_large
-from megasync.config.keys import all_keys, kind_of, with_any_name
+from megasync.config.keys import all_keys, has_free_values, kind_of, takes_names, with_any_name
 from megasync.config.schema import Config
 
 # Integers of YAML 1.1 that few people mean: octal, binary, base 60, as 010, 0b11, 12:30.
 OTHER_BASE = re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]*[1-7][0-7_]*|[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 
 COMMAND_LINE = "the command line"
-# mappings whose keys are names that the user chooses
-NAMED = {("data", "eval"), ("data", "train"), ("rollout", "reward"), ("judges",)}
-EMPTY: dict[tuple[str, ...], Any] = {  # meaning of null
-    ("data", "eval"): "",
-    ("data", "train"): "",
-    ("data", "sampler_arguments"): {},
-    ("data", "chat_template_arguments"): {},
-    ("engine", "overrides"): {},
-    ("judges",): {},
-    ("rollout", "engine_arguments"): {},
-}
+# mappings whose keys are names that the user chooses, and whose values are not free
+NAMED = {tuple(key.split(".")) for key, field in all_keys(Config).items() if takes_names(field) and not has_free_values(field)}
 Root = TypeVar("Root", bound=Config, default=Config)
 Sources = dict[tuple[str, ...], str]  # path of a key -> the file, or the command line, that gives its value
 
@@ -57,11 +50,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
     for override in overrides:
         with errors.collect():
             given.append((*_read_override(override, root), COMMAND_LINE))
-    nested, sources = _laid_over(root().model_dump(), given)
+    empty = _empty_values(root)
+    nested, sources = _laid_over(root().model_dump(), given, empty)
     preset = nested["algorithm"].get("preset") if isinstance(nested.get("algorithm"), dict) else None
     if isinstance(preset, str) and preset in PRESETS:
         preset_keys = (["algorithm"], PRESETS[preset], f"algorithm.preset={preset}")
-        nested, sources = _laid_over(root().model_dump(), [preset_keys, *given])
+        nested, sources = _laid_over(root().model_dump(), [preset_keys, *given], empty)
     try:
         config = root.model_validate(_interpolate(nested, sources))
         errors.found += too_large(config, sources)
@@ -105,8 +99,9 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def _read_layers(path: Path, refined_by: tuple[Path, ...]) -> list[tuple[str, Mapping[Any, Any]]]:
     """(source, mapping) of the file and of its bases, the last base first."""
-    if path.resolve() in refined_by:
-        chain = " -> ".join(str(file) for file in (*refined_by, path.resolve()))
+    whole = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a link to itself
+    if whole in refined_by:
+        chain = " -> ".join(str(file) for file in (*refined_by, whole))
         raise ConfigError(f"{path}: `base` goes in a circle", files=chain, remedy="remove one `base`")
     mapping = _read_yaml(path)
     base = mapping.pop("base", None)
@@ -114,7 +109,7 @@ def _read_layers(path: Path, refined_by: tuple[Path, ...]) -> list[tuple[str, Ma
         return [(str(path), mapping)]
     if not isinstance(base, str):
         raise ConfigError(f"base = {base!r}: the path of another YAML file is expected", given_in=str(path))
-    return [*_read_layers(path.parent / Path(base).expanduser(), (*refined_by, path.resolve())), (str(path), mapping)]
+    return [*_read_layers(path.parent / Path(base).expanduser(), (*refined_by, whole)), (str(path), mapping)]
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
@@ -173,12 +168,28 @@ def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
     field = keys.get(".".join(with_any_name(keys, key.split("."))))
     if field and kind_of(field) is str and (not text or isinstance(nested, bool | int | float)):
         nested = text
+    elif field and kind_of(field) is list and not text:
+        raise ConfigError(f"{key} = '': a list is expected", given_in=COMMAND_LINE, remedy=f"write {key}=[] for an empty one")
     elif OTHER_BASE.fullmatch(text):
         raise _other_base(key, text)
     return key.split("."), nested
 
 
-def _laid_over(nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str]]) -> tuple[dict[str, Any], Sources]:
+def _empty_values(root: type[Config]) -> dict[str, Any]:
+    """What null means, by the full names of keys that take an empty list or a mapping of names."""
+    empty = dict[str, Any]()
+    for key, field in all_keys(root).items():
+        default = field.get_default(call_default_factory=True)
+        if default is not None and kind_of(field) is list and not any(hasattr(each, "min_length") for each in field.metadata):
+            empty[key] = []
+        elif takes_names(field) and default in ("", {}):
+            empty[key] = default
+    return empty
+
+
+def _laid_over(
+    nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str]], empty: Mapping[str, Any]
+) -> tuple[dict[str, Any], Sources]:
     """Writes each (path, value, source) into `nested`, later ones over earlier ones; returns it and the source of each value."""
     sources = Sources()
     for (*above, name), value, source in given:
@@ -187,24 +198,36 @@ def _laid_over(nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str
             if not isinstance(into.get(part), dict):
                 into[part], sources[tuple(above[:depth])] = {}, source
             into = into[part]
-        _put(into, name, value, tuple(above), source, sources)
+        _put(into, name, value, tuple(above), source, sources, empty)
     return nested, sources
 
 
-def _put(into: dict[str, Any], name: str, value: Any, above: tuple[str, ...], source: str, sources: Sources) -> None:
+def _put(
+    into: dict[str, Any],
+    name: str,
+    value: Any,
+    above: tuple[str, ...],
+    source: str,
+    sources: Sources,
+    empty: Mapping[str, Any],
+) -> None:
     """Mappings are merged key by key, any other value is replaced; an empty section changes nothing.
 
-    A mapping of NAMED keeps only the names that `value` gives. null empties the mappings of NAMED and EMPTY.
+    A mapping of NAMED keeps only the names that `value` gives. null becomes the value of `empty`, by full names of keys.
     """
     path, old = (*above, name), into.get(name)
+    key = ".".join(with_any_name(empty, path))
+    if not isinstance(old, dict) and isinstance(value, Mapping) and any(each.startswith(f"{key}.") for each in empty):
+        into[name] = old = {}  # a new name, whose keys may be null
+        sources[path] = source
     if isinstance(old, dict) and isinstance(value, Mapping):
         names = {str(each) for each in value}
         for left_out in [each for each in old if each not in names] if path in NAMED else ():
             del old[left_out]
         for raw_name, inner in value.items():
-            _put(old, str(raw_name), inner, path, source, sources)
-    elif value is None and path in EMPTY:
-        into[name], sources[path] = EMPTY[path], source
+            _put(old, str(raw_name), inner, path, source, sources, empty)
+    elif value is None and key in empty:
+        into[name], sources[path] = copy.copy(empty[key]), source
     elif value is not None or not isinstance(old, dict) or path in NAMED:
         into[name], sources[path] = _with_text_names(value) if isinstance(old, str) else value, source
 

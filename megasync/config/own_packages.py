@@ -18,8 +18,20 @@ PACKAGES = ("bridge", "engine", "exact", "megasync", "model_folder")
 ROOT = Path(__file__).resolve().parents[2]
 # modules that every process of a run imports, and that files of the working folder must not hide
 NOT_IMPORTED = {"antigravity", "idlelib", "lib2to3", "test", "this", "turtle", "turtledemo"}  # unused standard library
-LIBRARIES = ("jinja2", "numpy", "omegaconf", "packaging", "psutil", "pyarrow", "pydantic", "rich", "safetensors", "tokenizers")
-SHADOWED = ("megasync", *sorted(sys.stdlib_module_names - NOT_IMPORTED), *LIBRARIES, "transformers", "yaml")
+LIBRARIES = (  # of site-packages; a test compares them with the imports of a launcher, a rank and a replica
+    "absl", "accelerate", "aiohappyeyeballs", "aiohttp_cors", "aiosignal", "annotated_doc", "annotated_types", "anyio", "attr",
+    "attrs", "cachetools", "cbor2", "certifi", "charset_normalizer", "click", "cloudpickle", "colorama", "colorful", "cpuinfo",
+    "cv2", "dill", "einops", "email_validator", "fastapi", "filelock", "frozenlist", "fsspec", "functorch", "google", "grpc",
+    "h11", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "idna", "jinja2", "jsonschema",
+    "jsonschema_specifications", "llguidance", "markupsafe", "more_itertools", "mpmath", "msgpack", "msgspec", "multidict",
+    "networkx", "numpy", "omegaconf", "openai", "openai_harmony", "opencensus", "opentelemetry", "packaging",
+    "partial_json_parser", "PIL", "prometheus_client", "propcache", "psutil", "pyarrow", "pybase64", "pydantic",
+    "pydantic_core", "pydantic_extra_types", "python_multipart", "referencing", "regex", "requests", "rich", "rpds",
+    "safetensors", "sentencepiece", "setuptools", "six", "sniffio", "starlette", "sympy", "tiktoken", "tiktoken_ext",
+    "tokenizers", "torchgen", "tqdm", "transformers", "triton", "truststore", "tvm_ffi", "typing_extensions",
+    "typing_inspection", "urllib3", "uvloop", "xgrammar", "xxhash", "yaml", "yarl", "zmq",
+)  # fmt: skip
+SHADOWED = ("megasync", *sorted(sys.stdlib_module_names - NOT_IMPORTED), *LIBRARIES)
 RAY_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # ray 2.60.0 _private/ray_constants.py:674
 
 

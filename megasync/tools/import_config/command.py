@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megasync.config.errors import ConfigError, main_errors
+from megasync.config.errors import ConfigError, main_errors, refuse_if, some
 from megasync.config.files import write_atomically
 from megasync.config.load import load_config
 from megasync.tools.import_config import trl, verl
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     with main_errors():
         given = read(options.file)
+        refuse_others(options.file, given, options.project)
         carried = convert(given, options.project)
         text = written(carried, f"{options.file} of {options.project}")
         if options.to is None:
@@ -76,12 +77,20 @@ def read(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError(f"{path}: no text that a shell reads: {error}", remedy=remedy) from error
         pairs = [match.groups() for word in words if (match := OVERRIDE.fullmatch(word))]
-        if not pairs:
+        if words and not pairs:
             raise ConfigError(f"{path}: neither a YAML mapping nor overrides", remedy=remedy)
         nested = OmegaConf.create({})
         for name, value in pairs:
             OmegaConf.update(nested, name, _value(value))
     return _flat(nested)
+
+
+def refuse_others(path: Path, given: dict[str, Any], project: str) -> None:
+    """ConfigError where no key is one of the project's: its defaults would be all that is carried over."""
+    fitting = [name for name, rules in PROJECTS.items() if any(rules.is_of(key) for key in given)]
+    message = f"{path}: none of its {len(given)} keys is one of {project}'s: {some(given, 5)}"
+    remedy = f"write --from {fitting[0]}" if fitting else f"give a config of {' or '.join(PROJECTS)}"
+    refuse_if(bool(given) and project not in fitting, message, remedy=remedy)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megasync.config.others import meaning
 from megasync.tools.import_config.carried import Given, NotCarriedError, Rule, count, quotient, read_with_another, same
 
 DEFAULTS: dict[str, Any] = {  # TRL's defaults that differ from megasync's, or that rules read
@@ -107,6 +108,10 @@ RULES: dict[str, Rule] = {
     "output_dir": folder, "log_completions": read_with_another, "use_peft": read_with_another,
     "lora_r": lambda value, given: {"engine.lora.rank": count(value)} if given.get("use_peft") else {},
 }  # fmt: skip
+
+
+def is_of(key: str) -> bool:
+    return key in RULES or key in DEFAULTS or ("." not in key and any(meaning(key)))
 
 
 def to_do(given: Given) -> list[str]:

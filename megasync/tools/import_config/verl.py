@@ -212,6 +212,13 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
+SECTIONS = ("actor_rollout_ref.", "trainer.", "custom_reward_function.", "critic.", "reward_model.", "global_profiler.")
+
+
+def is_of(key: str) -> bool:
+    return key in RULES or key in DEFAULTS or key.startswith(SECTIONS)
+
+
 def to_do(given: Given) -> list[str]:
     """Steps that are left to the user."""
     lines = [f"start it with --nproc {given['trainer.n_gpus_per_node']} on each of the {given['trainer.nnodes']} nodes"]

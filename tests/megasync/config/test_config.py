@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 
 from engine.config import EngineConfig, OptimizerConfig
 from bench.config import BenchRoot, ShapeName
-from megasync.config.keys import kind_of
-from megasync.config.load import load_config, save_config
+from megasync.config.keys import all_keys, kind_of, takes_names
+from megasync.config.load import NAMED, load_config, save_config
 from megasync.config.schema import Config, RolloutConfig, RunConfig
 from megasync.models.model_shape import SHAPES
-from tests.support.config_files import KEYS, RANGES, ROOT, write
+from tests.support.config_files import KEYS, RANGES, ROOT, refused, write
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -170,7 +170,9 @@ def test_replicas_are_started_with_what_the_config_says() -> None:
 
 
 BASE = "data: {eval: {a: {path: x, samples: 2, temperature: 1.0}, b: {path: y}}, chat_template_arguments: {deep: 1}}\n"
-BASE += "rollout: {reward: {exact_match: 1.0, token_count: 0.1}, engine_arguments: {block_size: 16, seed: 1}}\n"
+BASE += "teacher: {path: {gsm8k: t1, math: t2}, engine_arguments: {seed: 1}}\nrun: {loggers: [wandb]}\n"
+BASE += "judges: {j: {path: x, engine_arguments: {seed: 1}}}\n"
+BASE += "rollout: {stop: [x], reward: {exact_match: 1.0, token_count: 0.1}, engine_arguments: {block_size: 16, seed: 1}}\n"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,13 @@ BASE += "rollout: {reward: {exact_match: 1.0, token_count: 0.1}, engine_argument
         ("rollout: {engine_arguments: null}", [], "rollout.engine_arguments", {}),
         ("rollout: {engine_arguments: {seed: 2}}", [], "rollout.engine_arguments", {"block_size": 16, "seed": 2}),
         ("data: {chat_template_arguments: null}", [], "data.chat_template_arguments", {}),
+        ("teacher: {path: null}", [], "teacher.path", ""), ("teacher: {path: {math: t3}}", [], "teacher.path", {"math": "t3"}),
+        ("teacher:", [], "teacher.path", {"gsm8k": "t1", "math": "t2"}), ("teacher: {path: t4}", [], "teacher.path", "t4"),
+        ("", ["teacher.path.math=t3"], "teacher.path", {"gsm8k": "t1", "math": "t3"}),
+        ("teacher: {engine_arguments: null}", [], "teacher.engine_arguments", {}),
+        ("rollout: {stop: null}", [], "rollout.stop", ()), ("", ["rollout.stop=null"], "rollout.stop", ()),
+        ("run: {loggers: ~}", [], "run.loggers", ()),
+        ("judges: null", [], "judges", {}), ("judges: {j: {path: y}}", [], "judges", ["j"]),
     ],
 )  # fmt: skip
 def test_mappings_of_the_users_names_replace_and_null_empties(
@@ -198,6 +207,34 @@ def test_mappings_of_the_users_names_replace_and_null_empties(
     for name in key.split("."):
         found = getattr(found, name)
     assert (list(found) if isinstance(expected, list) else found) == expected  # type: ignore[call-overload]
+
+
+def test_null_empties_what_a_judge_of_a_base_has(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", BASE)
+    path = write(tmp_path / "a.yaml", "base: base.yaml\njudges: {j: {engine_arguments: null}}")
+    assert load_config(path).judges["j"].engine_arguments == {} and load_config(path).judges["j"].path == "x"
+
+
+def test_null_empties_a_list_of_a_new_name(tmp_path: Path) -> None:
+    text = "judges: {j: {path: x, endpoint: null, engine_arguments: null}}\ndata: {train: {1: {path: /p, rewards: null}}}"
+    config = load_config(write(tmp_path / "a.yaml", text))
+    assert (config.judges["j"].endpoint, config.judges["j"].engine_arguments) == ((), {})
+    assert config.data.train_sources["1"].rewards == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("run.loggers=", "run.loggers=[]"), ("rollout.stop=", "rollout.stop=[]"), ("engine.lora.targets=null", "targets = None")],
+)
+def test_a_list_of_nothing_is_refused_as_it_is_written(empty: Path, override: str, words: str) -> None:
+    assert words in refused(empty, override)
+
+
+def test_every_mapping_of_names_replaces_or_has_free_values() -> None:
+    """Of the latter a file sets one by one what vLLM, a template or a sampler is given."""
+    named = {key for key, field in all_keys(Config).items() if takes_names(field) and "NAME" not in key}
+    free = {key for key in named if key.endswith(("arguments", ".overrides"))}
+    assert named - free == {".".join(path) for path in NAMED}
 
 
 def test_a_set_of_a_base_is_refined(tmp_path: Path) -> None:

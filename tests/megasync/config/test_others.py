@@ -138,7 +138,74 @@ VLLM = {  # of its speculative_config
 }
 
 
-@pytest.mark.parametrize(("theirs", "right"), [*VERL.items(), *TRL.items(), *VLLM.items()])
+MORE = {  # of OpenRLHF, NeMo RL, AReaL, prime-rl, SkyRL, ROLL, axolotl and LLaMA-Factory
+    "pretrain": "model.path",
+    "max_len": "rollout.max_model_len",
+    "micro_train_batch_size": "engine.tokens_per_microbatch",
+    "init_kl_coef": "algorithm.kl_coefficient",
+    "actor_learning_rate": "engine.optimizer.learning_rate",
+    "critic_learning_rate": "no critic",
+    "lambd": "no critic",
+    "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "rollout.max_model_len -",
+    "num_episodes": "run.steps =",
+    "max_epochs": "algorithm.num_passes is",
+    "vllm_num_engines": "rollout.replicas",
+    "colocate_all_models": "rollout.placement",
+    "dynamic_filtering": "algorithm.filter_groups",
+    "packing_samples": "always packed without padding",
+    "remote_rm_url": "a reward is a function",
+    "grpo.num_prompts_per_step": "data.batch_size",
+    "grpo.num_generations_per_prompt": "rollout.group_size",
+    "grpo.max_num_steps": "run.steps",
+    "grpo.val_period": "rollout.evaluate_every_steps",
+    "loss_fn.ratio_clip_max": "algorithm.clip_high",
+    "loss_fn.reference_policy_kl_penalty": "algorithm.kl_coefficient",
+    "policy.train_global_batch_size": "packed into micro-batches",
+    "policy.max_total_sequence_length": "rollout.max_model_len",
+    "policy.dtensor_cfg.tensor_parallel_size": "engine.parallel.tensor",
+    "policy.generation.vllm_cfg.tensor_parallel_size": "rollout.tensor_parallel",
+    "checkpointing.checkpoint_dir": "run.dir",
+    "checkpointing.save_period": "checkpoint.every_steps",
+    "cluster.num_nodes": "--nproc N",
+    "gconfig.n_samples": "rollout.group_size",
+    "gconfig.max_new_tokens": "rollout.max_new_tokens",
+    "actor.kl_ctl": "algorithm.kl_coefficient",
+    "actor.ppo_n_minibatches": "algorithm.num_minibatches",
+    "actor.mb_spec.max_tokens_per_mb": "engine.tokens_per_microbatch",
+    "rollout.max_head_offpolicyness": "rollout.max_staleness",
+    "orchestrator.rollouts_per_example": "rollout.group_size",
+    "orchestrator.seq_len": "rollout.max_model_len",
+    "max_async_level": "rollout.max_staleness",
+    "trainer.policy.model.path": "model.path",
+    "generator.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "generator.sampling_params.max_generate_length": "rollout.max_new_tokens",
+    "num_return_sequences_in_group": "rollout.group_size",
+    "base_model": "model.path",
+    "sequence_len": "rollout.max_model_len",
+    "sample_packing": "always packed without padding",
+    "finetuning_type": "engine.lora.rank above 0",
+    "template": "put it there as chat_template.jinja",
+    "rlhf_type": "algorithm.name is",
+    "max_turns": "rollout.episode_max_turns",
+    "rollout.max_turns": "rollout.episode_max_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "rollout.episode_max_turns",
+    "data.template": "data.chat_template",
+    "resume_from": "checkpoint.resume",
+}
+
+
+@pytest.mark.parametrize("given", ["engine__wrap", "engine/wrap", "rollout__engine_arguments", "data:eval:NAME:path"])
+def test_sections_with_other_separators(given: str) -> None:
+    assert nearest_key(KEYS, given) == (given.replace("__", ".").replace("/", ".").replace(":", "."), "")
+
+
+@pytest.mark.parametrize("name", ["normalize_reward", "prompt_maximum", "kl_estimate_of_all", "critic_rate", "trainer.lambda_x"])
+def test_no_key_of_another_section_is_guessed_where_the_names_are_far_apart(name: str) -> None:
+    assert nearest_key(KEYS, name) == ("", "")
+
+
+@pytest.mark.parametrize(("theirs", "right"), [*VERL.items(), *TRL.items(), *VLLM.items(), *MORE.items()])
 def test_common_keys_of_other_projects(theirs: str, right: str) -> None:
     key, advice = nearest_key(KEYS, theirs)
     assert key == right if " " not in right and "." in right else not key and right in advice, (key, advice)
@@ -159,6 +226,8 @@ def test_every_name_of_the_table_is_there_once() -> None:
     ("name", "remedy"),
     [
         *(("gspo", "preset=gspo"), ("DAPO", "preset=dapo"), ("cispo", "preset=cispo"), ("remax", "advantage=remax")),
+        *(("Dr.GRPO", "preset=dr_grpo"), ("dr-grpo", "preset=dr_grpo"), ("GSPO-token", "preset=gspo")),
+        *(("REINFORCE++", "preset=reinforce_plus_plus"), ("reinforce++-baseline", "preset=reinforce_plus_plus_baseline")),
         *(("dpo", "how_a_step_works.md"), ("ppo", "no critic")),
     ],
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megasync.cli import OF_LANES
 from megasync.config.errors import ConfigError
+from megasync.config.own_packages import LIBRARIES
 from megasync.launch.included import included_modules
 from megasync.rewards.resolve import resolve_rewards
 from tests.support.config_files import ROOT, write, write_runnable
@@ -42,12 +44,31 @@ def test_a_run_is_checked_beside_files_of_our_names(folder: Path) -> None:
     assert lost.returncode == 2 and "cannot import name 'close' from 'exact'" in lost.stderr and "rename" in lost.stderr
 
 
-@pytest.mark.parametrize("name", ["megasync.py", "random.py", "torch.py", "yaml/__init__.py"])
+HIDING = ["megasync.py", "random.py", "requests.py", "torch.py", "typing_extensions.py", "yaml/__init__.py"]
+
+
+@pytest.mark.parametrize("name", HIDING)
 def test_a_file_that_hides_what_every_process_imports_is_refused_by_the_command(folder: Path, name: str) -> None:
     write(folder / name, "raise RuntimeError('the user\\'s')")
     started = f"import sys; sys.path[:] = ['{ROOT}', *sys.path[1:]]; from megasync.cli import entry; entry()"
     done = run(folder, "-c", started, "plan", "run.yaml")
     assert done.returncode == 2 and f"rename {name}" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_each_library_that_a_run_imports_is_among_those_that_must_not_be_hidden(tmp_path: Path) -> None:
+    """By the launcher, a rank, or a replica."""
+    program = (
+        "import sys, sysconfig, megasync.launch.torchrun, megasync.train, megasync.run.loop, bridge.replicas.replica\n"
+        "import vllm.v1.engine.async_llm, vllm.v1.engine.core, vllm.v1.worker.gpu_worker\n"
+        "for name in sorted({each.partition('.')[0] for each in sys.modules}):\n"
+        "    file, own = getattr(sys.modules.get(name), '__file__', None) or '', sysconfig.get_path('purelib') + '/' + name\n"
+        "    if file.startswith((own + '/', own + '.')): print(name)"
+    )
+    done = run(tmp_path, "-c", program)
+    assert done.returncode == 0, done.stderr
+    imported = {name for name in done.stdout.split() if not name.startswith("_")} - sys.stdlib_module_names
+    assert "vllm" in imported and sorted(imported - {*LIBRARIES, *OF_LANES}) == []
 
 
 def test_other_processes_find_ours(folder: Path) -> None:

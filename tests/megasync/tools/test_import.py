@@ -147,3 +147,33 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> 
     with pytest.raises(ConfigError) as caught:
         read(path)
     assert caught.value.headline.startswith(f"{path}: ") and caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("content", "project", "right"),
+    [
+        ({"model_name_or_path": "a/b", "num_generations": 8}, "verl", "--from trl"),
+        ({"actor_rollout_ref": {"rollout": {"n": 5}}, "trainer": {"nnodes": 1}}, "trl", "--from verl"),
+        ({"grpo": {"num_prompts_per_step": 32}, "policy": {"model_name": "a/b"}}, "verl", ""),
+        ({"grpo": {"num_prompts_per_step": 32}, "policy": {"model_name": "a/b"}}, "trl", ""),
+        ({"foo": 1}, "trl", ""),
+    ],
+)
+def test_a_config_of_another_project_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any], project: str, right: str
+) -> None:
+    """The defaults of the one named would be most of what is written."""
+    path, to = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as caught:
+        main([str(path), "--from", project, "--to", str(to)])
+    assert caught.value.code == 2 and not to.exists()
+    assert (f"write {right}" if right else "give a config of verl or trl") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "{}", "# nothing", "reward_model: {enable: true}", "critic: {strategy: fsdp}"])
+def test_a_file_of_overrides_is_one_of_verl_with_few_keys_or_none(tmp_path: Path, content: str) -> None:
+    path, to = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    path.write_text(content)
+    assert main([str(path), "--from", "verl", "--to", str(to)]) == 0
+    assert load_config(to).data.batch_size == convert({}, "verl").keys["data.batch_size"]
