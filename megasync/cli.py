@@ -142,6 +142,8 @@ def _has_reader() -> bool:
 
 def entry() -> NoReturn:
     """Entry point of the console script and of `python -m megasync`. Both import rewards from the working folder."""
+    if sys.getfilesystemencoding() == "ascii":  # as by LC_ALL=C with PYTHONUTF8=0: names that are not ASCII could not be opened
+        os.execve(sys.executable, sys.orig_argv, {"PYTHONIOENCODING": "ascii"} | os.environ | {"PYTHONUTF8": "1"})  # noqa: S606
     repair_output()
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

@@ -95,7 +95,7 @@ def job(options: argparse.Namespace, config: Config, num_ranks: int) -> dict[str
     Raises:
         ConfigError: the config file is not among the files that are uploaded to the cluster.
     """
-    path = Path(options.config).resolve()
+    path = Path(os.path.realpath(options.config))
     environment = {"RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     modules = included_modules(options.include)
     runtime_env: dict[str, Any] = {

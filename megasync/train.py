@@ -36,7 +36,7 @@ from megasync.launch import launcher
 from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import COMMAND
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.launch.processes import end_on_sigterm, ignore_signals, run_and_leave, torchrun
+from megasync.launch.processes import end_on_sigterm, hold_signals, ignore_signals, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.launch.stop_request import forget_former_stop, forget_stop_before_launch
 from megasync.report.log import read_summary
@@ -155,6 +155,7 @@ def start(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     os.environ.setdefault(COMMAND, shlex.join([*by_hand, "train", *arguments]))
     command = torchrun(num_ranks, "megasync.train", given.config, *given.overrides)
     sys.stdout.flush()
+    hold_signals()  # in the middle of imports they would print a traceback
     return os.execv(command[0], command)  # noqa: S606 # no shell is wanted
 
 

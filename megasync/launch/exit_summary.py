@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megasync.config.files import METRICS_FILE, STOP_FILE, newest_checkpoint
 from megasync.config.schema import Config
-from megasync.launch.processes import INTERRUPTED, TERMINATED
+from megasync.launch.processes import HUNG_UP, INTERRUPTED, TERMINATED
 
 COMMAND = "MEGASYNC_COMMAND"  # environment variable of the scripts in launch/: the command line that the user typed
 
@@ -21,7 +21,7 @@ def exit_summary(config: Config, command: str, code: int = 1) -> str:
     newest, again = newest_checkpoint(folder), os.environ.get(COMMAND, command).strip()
     report = latest_report(folder)
     lines = [f"report: {report}"] if report else []
-    if code in (INTERRUPTED, TERMINATED):
+    if code in (INTERRUPTED, TERMINATED, HUNG_UP):
         request = shlex.join(["touch", str(folder / STOP_FILE)])
         lines = [f"no checkpoint was written now; to stop a run after its step with a checkpoint: {request}", *lines]
     if newest is None:

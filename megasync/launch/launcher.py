@@ -18,7 +18,13 @@ from megasync.launch.connect import connection_problem
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OF_RANKS = (*NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
-TASKS = "SLURM_STEP_NUM_TASKS"  # of srun alone: sbatch and salloc do not set it
+SLURM = "SLURM_STEP_NUM_TASKS"
+TASKS = {  # number of tasks by launchers that start a command several times, and how each starts it once
+    SLURM: ("srun", "--ntasks=1"),  # sbatch and salloc do not set it
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "-np 1"),
+    "PMI_SIZE": ("mpiexec", "-n 1"),  # of MPICH and Intel MPI
+    "JSM_NAMESPACE_SIZE": ("jsrun", "--nrs 1"),
+}
 OF_TORCHRUN = "PET_"  # torchrun's own options, as PyTorchJob gives them
 AGENT, AGENT_SECONDS, FIRST_RANK_SECONDS = "TORCHELASTIC_USE_AGENT_STORE", 20.0, 120.0
 
@@ -55,12 +61,20 @@ def is_rank(environment: Mapping[str, str], nproc: int | None = None) -> bool:
 
 
 def _refuse_tasks(environment: Mapping[str, str]) -> None:
-    """ConfigError where srun starts this command several times: every task would start all ranks of the run."""
-    num_tasks = int_of(environment, TASKS)
-    if num_tasks > 1 and not sys.stdin.isatty():  # srun --pty gives a terminal to one task alone
-        message = f"{TASKS} = {num_tasks}: srun starts this command {num_tasks} times, and it starts the ranks itself"
-        nodes = "srun --ntasks-per-node=1 launch/torchrun_nodes.sh CONFIG.yaml --nodes HOST,HOST --head HOST"
-        raise ConfigError(message, for_all_nodes=nodes, remedy="write srun --ntasks=1, or start it on each node as above")
+    """ConfigError where a launcher starts this command several times: every task would start all ranks of the run."""
+    several = [each for each in TASKS if environment.get(each) and int_of(environment, each) > 1]
+    name = next(iter(several), None)
+    if environment.get(SLURM) and name != SLURM:  # of srun, which also sets PMI_SIZE: it alone counts
+        return
+    if name and not sys.stdin.isatty():  # srun --pty gives a terminal to one task alone
+        program, once = TASKS[name]
+        times = f"{program} starts this command {environment[name]} times"
+        script = "launch/torchrun_nodes.sh CONFIG.yaml --nodes HOST,HOST --head HOST"
+        nodes = f"srun --ntasks-per-node=1 {script}" if program == "srun" else f"{script}, on each node"
+        remedy = f"write {program} {once}, or start it in one task, or on each node, as above"
+        message = f"{name} = {environment[name]}: {times}, and it starts the ranks itself"
+        here = f"env {' '.join(f'-u {each}' for each in several)} megasync ..."
+        raise ConfigError(message, for_one_task_alone=here, for_all_nodes=nodes, remedy=remedy)
 
 
 def int_of(environment: Mapping[str, str], name: str) -> int:

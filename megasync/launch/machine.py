@@ -8,6 +8,7 @@ Leaves out GPUs (devices.py) and most checks (tools/doctor).
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Literal
 
 from bridge.processes import MEMORY_FOLDER
-from megasync.config.files import existing
+from megasync.config.errors import refuse_if
+from megasync.config.files import existing, unwritable
 from megasync.config.schema import Config
 
 SKEW_SECONDS = 5.0  # between the clocks of two hosts
 SEGMENT_BUFFERS = 2  # of a sender (bridge/transport/segment.py)
+TEMPORARY_BYTES = 16 * 2**20  # logs of Ray and vLLM, compiled kernels; 4 MiB are enough for a few steps of a small run
 RAY_BYTES = 200 * 2**20 + 16 * 2**20  # the object store of a run's own Ray (ray_cluster.py), vLLM's queues
 Level = Literal["ok", "warning", "error"]
 
@@ -58,6 +61,20 @@ def free_bytes(folder: Path) -> int:
     with suppress(OSError):
         return shutil.disk_usage(existing(folder)).free
     return -1
+
+
+def check_temporary_folder() -> None:
+    """ConfigError where TMPDIR cannot be written or is nearly full: Python would take /tmp or the working folder instead, without
+    a word, and Ray and vLLM would end in errors that name no folder.
+    """
+    given = os.environ.get("TMPDIR", "")
+    folder, name = Path(given or "/tmp"), f"TMPDIR = {given}" if given else "/tmp"  # noqa: S108
+    remedy = "make the folder or free room in it, or set TMPDIR to another one on a disk of this machine"
+    problem = unwritable(folder) if folder.exists() else "there is no such folder"
+    refuse_if(problem, f"{name}: cannot hold temporary files: {problem}", remedy=remedy)
+    free = free_bytes(folder)
+    message = f"{name}: has {gib(free)} free, temporary files need {gib(TEMPORARY_BYTES)}"
+    refuse_if(free < TEMPORARY_BYTES, message, remedy=remedy)
 
 
 def segment_bytes(config: Config, *, has_gpus: bool) -> int:

@@ -21,7 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-INTERRUPTED, TERMINATED = 130, 143  # the exit codes of shells for Ctrl-C and SIGTERM
+INTERRUPTED, TERMINATED, HUNG_UP = 130, 143, 129  # the exit codes of shells for Ctrl-C, SIGTERM and SIGHUP
+ENDING = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+)  # a user, a batch system, and a terminal that is closed end a run by these
 UNREAD = 141  # that for SIGPIPE
 STOPPED = 75  # EX_TEMPFAIL: the run was asked to stop, and did; the same command resumes, with checkpoint.resume=auto
 REFUSED = 2  # exit code of a rank or command that refused the config with a message, and started nothing
@@ -75,6 +80,27 @@ def end_after_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="launcher", daemon=True).start()
+
+
+def ignores_hang_up() -> bool:
+    """Whether this process was started by nohup, or goes on like that."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def hold_signals() -> None:
+    """A signal that ends a run waits from now on, also beyond an `exec`, until `release_signals`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+
+
+def release_signals(handle: Callable[[int, Any], Any]) -> None:
+    """From now on `handle` is called at those, and at the ones that have come meanwhile; not at SIGHUP under nohup. Without
+    `hold_signals` before nothing changes.
+    """
+    if not set(ENDING) <= signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        return
+    for kind in ENDING[:2] if ignores_hang_up() else ENDING:
+        signal.signal(kind, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 def end_on_sigterm(*, and_on_sigint: bool = False) -> None:

@@ -28,7 +28,7 @@ from megasync.config.errors import ConfigError, refuse_if
 from megasync.config.own_packages import hidden, rename
 from megasync.config.schema import Config
 from megasync.launch.connect import connection_problem
-from megasync.launch.processes import adopt_orphans
+from megasync.launch.processes import ENDING, adopt_orphans
 
 WATCH_SECONDS = 0.3
 # What a process that was killed cannot do: its pipe ends, its ranks end (processes.py:ORPHAN_SECONDS), and then its folder goes.
@@ -127,7 +127,7 @@ def run_scope() -> Iterator[None]:
             yield
         finally:
             tempfile.tempdir = None
-            for kind in (signal.SIGINT, signal.SIGTERM):
+            for kind in ENDING:
                 signal.signal(kind, signal.SIG_IGN)
             end_descendants(segments, family, sweeper.pid)
             shutil.rmtree(folder, ignore_errors=True)

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from signal import SIGBUS, SIGKILL, SIGTERM
-from typing import Any
+from signal import SIGBUS, SIGKILL, SIGTERM, Signals
+from typing import Any, NoReturn
 
 import psutil
 from torch.distributed import run
@@ -44,7 +44,17 @@ from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.exit_summary import exit_summary
 from megasync.launch.launcher import forget
-from megasync.launch.processes import PIDFD_REMEDY, REFUSED, STOPPED, pidfd_problem, run_and_leave, survive_closed_output
+from megasync.launch.processes import (
+    PIDFD_REMEDY,
+    REFUSED,
+    STOPPED,
+    hold_signals,
+    ignores_hang_up,
+    pidfd_problem,
+    release_signals,
+    run_and_leave,
+    survive_closed_output,
+)
 from megasync.launch.scope import LOOPBACK, run_scope
 from megasync.launch.stop_request import forget_former_stop
 
@@ -114,12 +124,18 @@ def run_ranks(
         os.environ.setdefault(MALLOC, MALLOC_ON_CPU)  # of the ranks
     with late_ranks_ended(LATE_SECONDS + config.run.hung_rank_timeout_seconds if config is not None else math.inf):
         try:
-            run.main(["--rdzv-backend", BACKEND, *arguments])
+            release_signals(_raise)  # until torch has handlers of its own
+            of_nohup = ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"] if ignores_hang_up() else []  # torch's have SIGHUP
+            run.main(["--rdzv-backend", BACKEND, *of_nohup, *arguments])
         except ChildFailedError as error:
             return likely_cause(error.failures)
         except SignalException as error:
             return 128 + error.sigval, f"ended by {error.sigval.name}"
     return 0, ""
+
+
+def _raise(number: int, _: object) -> NoReturn:
+    raise SignalException("", Signals(number))
 
 
 @contextmanager
@@ -203,5 +219,6 @@ def likely_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
+    hold_signals()
     survive_closed_output()
     run_and_leave(main)

@@ -30,8 +30,9 @@ from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch import launcher
 from megasync.launch.devices import visible_devices
+from megasync.launch.machine import check_temporary_folder
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.launch.processes import end_on_sigterm, run_and_leave, torchrun
+from megasync.launch.processes import end_on_sigterm, hold_signals, run_and_leave, torchrun
 from megasync.launch.scope import check_ray, is_one_machine, listen_on_loopback
 from megasync.models.folder import check_model_folder, read_json_object
 from megasync.service.journal import LOG_FILE
@@ -87,11 +88,13 @@ def main(arguments: Sequence[str]) -> int:
     command = torchrun(num_ranks, "megasync.service.command", given.config, *given.overrides, "--port", str(given.port))
     command[3:3] = ["--max-restarts", str(given.max_restarts)]
     sys.stdout.flush()
+    hold_signals()
     return os.execv(command[0], command)  # noqa: S606 # no shell is wanted
 
 
 def check_service(config: Config, num_ranks: int) -> None:
     """ConfigError for all that cannot work; data and rewards are the client's."""
+    check_temporary_folder()
     check_settings(config, num_ranks)
     shape = check_model_folder(config.model.path)
     check_layout(config, shape, num_ranks)
@@ -129,6 +132,7 @@ def _unserved(config: Config) -> Iterator[ConfigError]:
     """Of keys whose values a run may have, but no service."""
     only = {
         "algorithm.name": ("grpo", "clients sample from replicas, which supervised runs have not"),
+        "algorithm.credit": ("episode", "clients compute advantages themselves"),
         "engine.lora.dropout": (0.0, "a request that is repeated must have the same result"),
         "engine.lora.adapter_path": ("", "each client's adapter has a start of its own"),
         "engine.optimizer.offload": (False, "a service moves adapters to host memory by itself"),

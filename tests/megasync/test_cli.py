@@ -121,12 +121,17 @@ def test_an_installation_without_extras_is_given_the_line_that_works(light: Path
 
 @pytest.mark.parametrize("own", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_output_that_is_not_utf_8(tmp_path: Path, own: dict[str, str]) -> None:
-    """Letters that it does not have are written as escapes; also those of a file's name that are in no encoding."""
-    config = write_runnable(tmp_path)
+    """Letters that it does not have are written as escapes; also those of a file's name that are in no encoding.
+
+    Names in UTF-8 are found.
+    """
+    config = write_runnable(tmp_path).rename(tmp_path / "größe.yaml")
     (tmp_path / "train.jsonl").write_text('{"question": "1+1= \u2192 \u7b54\u6848", "answer": "2"}\n')
     command = [sys.executable, "-m", "megasync", "train", "--check"]
-    done = subprocess.run([*command, str(config)], cwd=ROOT, env=os.environ | own, capture_output=True, check=False)
-    assert done.returncode == 0 and b"first prompt" in done.stdout and done.stdout.isascii(), done.stderr
+    arguments = [*command, str(config), "run.name=größe"]
+    done = subprocess.run(arguments, cwd=ROOT, env=os.environ | own, capture_output=True, check=False)
+    assert done.returncode == 0 and b"first prompt" in done.stdout, done.stderr
+    assert rb"gr\xf6\xdfe" in done.stdout and done.stdout.isascii()
     refused = subprocess.run([*command, b"\xff.yaml"], cwd=ROOT, env=os.environ | own, capture_output=True, check=False)
     assert refused.returncode == 2 and b"there is no such config file" in refused.stderr and b"Traceback" not in refused.stderr
 

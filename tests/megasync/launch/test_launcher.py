@@ -28,6 +28,10 @@ JOB = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "pod-0", "MASTER_PORT": "2
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None, False),  # of sbatch
         ({"SLURM_STEP_NUM_TASKS": "1"}, None, False),
         (WHOLE | {"SLURM_STEP_NUM_TASKS": "2"}, None, True),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, None, False),
+        ({"OMPI_COMM_WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": ""}, None, False),
+        ({"PMI_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"}, None, False),
+        (WHOLE | {"OMPI_COMM_WORLD_SIZE": "2"}, None, True),
         (WHOLE, None, True),
         (WHOLE, 2, True),
     ],
@@ -46,6 +50,11 @@ def test_a_rank_has_all_of_the_variables(environment: dict[str, str], nproc: int
         (WHOLE, 4, ["--nproc 4: this process is rank 1 of 2"]),
         ({**WHOLE, "RANK": "2"}, None, ["no rank of so many"]),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, None, ["SLURM_STEP_NUM_TASKS = 4", "srun --ntasks=1"]),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, 2, ["OMPI_COMM_WORLD_SIZE = 4", "mpirun -np 1"]),
+        ({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2"}, None, ["env -u SLURM_STEP_NUM_TASKS -u PMI_SIZE megasync"]),
+        ({"SLURM_STEP_NUM_TASKS": "", "PMI_SIZE": "2"}, None, ["env -u PMI_SIZE megasync"]),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, None, ["PMI_SIZE = 2", "mpiexec -n 1"]),
+        ({"JSM_NAMESPACE_SIZE": "6"}, None, ["JSM_NAMESPACE_SIZE = 6", "jsrun --nrs 1"]),
         ({**WHOLE, "RANK": "x"}, None, ["RANK = 'x': a whole number"]),
     ],
 )  # fmt: skip

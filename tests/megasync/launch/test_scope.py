@@ -98,7 +98,7 @@ def test_auto_takes_no_ray_of_another_run(
     """Which lets nobody in: `ray.init` would wait for many minutes."""
     commands = [["/lib/ray/core/src/ray/raylet/raylet", folder, "--port=1"] for folder in folders]
     there = [SimpleNamespace(info={"cmdline": each}) for each in (["sleep", OF_RUN], None, *commands)]
-    monkeypatch.setattr(scope.psutil, "process_iter", lambda _: there)
+    monkeypatch.setattr(psutil, "process_iter", lambda _: there)
     monkeypatch.setattr(scope, "CURRENT_CLUSTER", tmp_path / "none")
     for name in (RAY_ADDRESS, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)

@@ -165,3 +165,36 @@ def test_ranks_that_start_again_meet(tmp_path: Path) -> None:
     done = subprocess.run([*launcher, str(ranks)], capture_output=True, text=True, check=False, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("met after 2") == 2
+
+
+EARLY = """
+import os, signal, sys
+from megasync.launch.processes import hold_signals, torchrun
+
+hold_signals()
+os.kill(os.getpid(), int(sys.argv[1]))
+command = torchrun(1, "megasync.train", *sys.argv[2:])
+os.execv(command[0], command)
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_while_the_launcher_starts_ends_it(kind: signal.Signals, tmp_path: Path) -> None:
+    """Its imports take seconds; Ctrl-C in one of them printed its traceback."""
+    command = [sys.executable, "-c", EARLY, str(int(kind)), str(CONFIGS / "quickstart.yaml"), f"run.dir={tmp_path / 'runs'}"]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.returncode == 128 + kind and f"ended by {kind.name}\n" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not any(temporary.iterdir())
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_does_not_end_ranks_under_nohup(kind: signal.Signals, tmp_path: Path) -> None:
+    """torch's launcher handles SIGHUP, also where it was ignored."""
+    (tmp_path / "hung_up.py").write_text(f"import os, time\nos.kill(os.getppid(), {int(kind)})\ntime.sleep(1)\n")
+    command = ["nohup", sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "hung_up"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert done.returncode == (0 if kind == signal.SIGHUP else 128 + kind), done.stderr
