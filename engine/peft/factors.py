@@ -30,6 +30,7 @@ from engine.model.lora import adapted_linears
 from engine.runtime.megatron import ColumnParallelLinear
 from engine.runtime.parallel import Layout, expert_group
 from engine.runtime.tensor_file import save_tensors
+from engine.peft.fields import AdapterError
 from engine.peft.folder import CONFIG_FILE, EXPERTS, PREFIX, WEIGHTS_FILE, check_peft_folder, fingerprint, read_fields
 from engine.peft.folder import adapted_linears as linears_of_keys
 from engine.wrap.items import AdapterItem
@@ -219,7 +220,7 @@ def load_adapter(chunks: list[torch.nn.Module], folder: Path, lora: LoraConfig, 
     """Put the folder's adapter into the adapted linears, before they are wrapped. What it lacks keeps its start.
 
     Raises:
-        ValueError: the folder does not fit the model or the config.
+        AdapterError: the folder does not fit the model or the config.
     """
     check_peft_folder(folder, lora, model_path)
     factors = _read_factors(folder)
@@ -238,7 +239,7 @@ def _read_factors(folder: Path) -> Factors:
     tensors = load_file(folder / WEIGHTS_FILE)
     for key, (linear, kind) in linears_of_keys(folder, read_fields(folder), list(tensors)).items():
         if not bool(torch.isfinite(tensors[key]).all()):
-            raise ValueError(f"{folder}: {key} has values that are not finite; take another checkpoint of the adapter")
+            raise AdapterError(f"{folder}: {key} has values that are not finite", "take another checkpoint of the adapter")
         halves.setdefault(linear, {})[kind] = tensors[key]
     return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
 

@@ -34,19 +34,27 @@ CONVERTED = ("pissa", "olora", "corda", "lora_ga")  # what PEFT can save as an a
 MERGE = "merge it into its base with PEFT (merge_and_unload) and train that model, or start from a plain LoRA adapter"
 
 
+class AdapterError(ValueError):
+    """A folder cannot be the adapter of a run; and what to do about it."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
 def check_fields(path: Path, fields: dict[str, Any]) -> None:
-    """ValueError names the first field of the adapter_config.json at `path` that makes the adapter no plain one, or may do so."""
+    """AdapterError: a field of the adapter_config.json at `path` makes the adapter no plain one, or may do so."""
     if "peft_type" not in fields:
-        raise ValueError(f"{path}: holds no peft_type, LORA is expected; save the adapter again with PEFT")
+        raise AdapterError(f"{path}: holds no peft_type, LORA is expected", "save the adapter again with PEFT")
     for name in sorted(fields, key=lambda name: name != "peft_type"):
         value, allowed = fields[name], PLAIN.get(name, OFF)
         if name in READ or name in WITHOUT_EFFECT or any(type(value) is type(each) and value == each for each in allowed):
             continue
         if name not in PLAIN:
             remedy = f"save it with peft {PEFT_VERSION}, or take the field out if the adapter computes the same without it"
-            raise ValueError(f"{path}: {name} = {value!r} is a field that is not known here; {remedy}")
+            raise AdapterError(f"{path}: {name} = {value!r} is a field that is not known here", remedy)
         choices = ", ".join(map(str, dict.fromkeys(each for each in map(_written, allowed))))
-        raise ValueError(f"{path}: {name} = {value!r} is not supported (choices: {choices}); {_remedy(name, value)}")
+        raise AdapterError(f"{path}: {name} = {value!r} is not supported (choices: {choices})", _remedy(name, value))
 
 
 def _written(value: Any) -> str:

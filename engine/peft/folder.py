@@ -19,7 +19,7 @@ from typing import Any
 from engine.config import TARGET_OF, LoraConfig
 from model_folder.files import Entry, read_header, weight_files
 from model_folder.layout import LANGUAGE, read_own_fields, read_places
-from engine.peft.fields import check_fields
+from engine.peft.fields import AdapterError, check_fields
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -44,7 +44,7 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
     """Whether the adapter in `folder` can be the start of a run with `lora` on the model in `model_path`.
 
     Raises:
-        ValueError: a file is missing, or method, base model, rank, scale, targets or shapes are others.
+        AdapterError: a file is missing, or method, base model, rank, scale, targets or shapes are others.
     """
     folder, model_path = Path(folder), Path(model_path)
     fields = read_fields(folder)
@@ -55,13 +55,14 @@ def check_peft_folder(folder: str | Path, lora: LoraConfig, model_path: str | Pa
         target = target_of(linear)
         if target not in lora.targets:
             key, given = pair["A"].key, ", ".join(lora.targets)
-            raise ValueError(f"{folder}: {key} needs {target} in engine.lora.targets, which is {given}")
+            problem = f"{folder}: {key} needs {target} in engine.lora.targets, which is {given}"
+            raise AdapterError(problem, f"write engine.lora.targets=[{','.join((*lora.targets, str(target)))}]")
     _check_scale(folder, fields, lora, _needed_rank(folder, fields, pairs))
     _check_on(folder, fields, pairs, model_path)
 
 
 def check_factors(folder: Path, model_path: Path) -> None:
-    """ValueError where the adapter's tensors are not whole, of its rank and for the linears of the model in `model_path`."""
+    """AdapterError where the adapter's tensors are not whole, of its rank and for the linears of the model in `model_path`."""
     fields = read_fields(folder)
     pairs = _ranked_pairs(folder, fields, read_header(folder / WEIGHTS_FILE)[0])
     _check_on(folder, fields, pairs, model_path)
@@ -85,7 +86,7 @@ def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> di
     whether it is A or B.
 
     Raises:
-        ValueError: a key is for something else.
+        AdapterError: a key is for something else.
     """
     found = {}
     for key in keys:
@@ -93,11 +94,11 @@ def adapted_linears(folder: Path, fields: dict[str, Any], keys: list[str]) -> di
         linear = match[1] if match else ""
         if re.search(r"\.experts\.\d+\.", linear):
             remedy = "load it with PEFT on transformers 5 in that rank and save it again"
-            raise ValueError(f"{folder}: {key} is for one expert, as transformers 4 held them; {remedy}")
+            raise AdapterError(f"{folder}: {key} is for one expert, as transformers 4 held them", remedy)
         if linear.removesuffix(".base_layer").endswith(EXPERTS):
             linear = _parameter_of_experts(folder, fields, keys, linear)
         if match is None or target_of(linear) is None:
-            raise ValueError(f"{folder}: {key} is no adapter of one of {', '.join(TARGET_OF)}; train those only")
+            raise AdapterError(f"{folder}: {key} is no adapter of one of {', '.join(TARGET_OF)}", "train those only")
         found[key] = linear.replace(LANGUAGE, "model."), match[2]
     return found
 
@@ -112,7 +113,7 @@ def _parameter_of_experts(folder: Path, fields: dict[str, Any], keys: list[str],
     given = {name.rpartition(".")[2] for name in fields.get("target_parameters") or ()} & TARGET_OF_EXPERTS.keys()
     if len(given) != 1:
         problem = f"target_parameters in {CONFIG_FILE} does not say which parameter of {experts} its one adapter is for"
-        raise ValueError(f"{folder}: {problem}; write the adapter again")
+        raise AdapterError(f"{folder}: {problem}", "write the adapter again")
     return f"{experts}.{given.pop()}"
 
 
@@ -126,13 +127,14 @@ def _pairs(folder: Path, fields: dict[str, Any], factors: list[Entry]) -> Pairs:
     by_key, pairs = {each.key: each for each in factors}, Pairs()
     for key, (linear, kind) in adapted_linears(folder, fields, list(by_key)).items():
         if (dtype := by_key[key].dtype) not in DTYPES:
-            raise ValueError(f"{folder}: {key} is of the dtype {dtype}; save the adapter again in one of {', '.join(DTYPES)}")
+            remedy = f"save the adapter again in one of {', '.join(DTYPES)}"
+            raise AdapterError(f"{folder}: {key} is of the dtype {dtype}", remedy)
         pairs.setdefault(linear, {})[kind] = by_key[key]
     if not pairs:
-        raise ValueError(f"{folder}: {WEIGHTS_FILE} holds no adapter; save it again with PEFT")
+        raise AdapterError(f"{folder}: {WEIGHTS_FILE} holds no adapter", "save it again with PEFT")
     for linear, pair in pairs.items():
         if set(pair) != {"A", "B"}:
-            raise ValueError(f"{folder}: {linear} has only lora_{next(iter(pair))}; write the adapter again")
+            raise AdapterError(f"{folder}: {linear} has only lora_{next(iter(pair))}", "write the adapter again")
     return pairs
 
 
@@ -154,7 +156,7 @@ def _check_ranks(folder: Path, rank: int, pairs: Pairs) -> None:
         for entry, size in ((pair["A"], pair["A"].shape[0]), (pair["B"], pair["B"].shape[-1])):
             if size % rank or (size != rank and not linear.rpartition(".")[0].endswith(EXPERTS)):
                 problem = f"r = {rank}, and {entry.key} in {WEIGHTS_FILE} is {entry.shape}, of rank {size}"
-                raise ValueError(f"{folder / CONFIG_FILE}: {problem}; write what the adapter was trained with")
+                raise AdapterError(f"{folder / CONFIG_FILE}: {problem}", "write what the adapter was trained with")
 
 
 def _check_targets(folder: Path, fields: dict[str, Any], pairs: Pairs, known: Iterable[str]) -> None:
@@ -170,7 +172,7 @@ def _check_targets(folder: Path, fields: dict[str, Any], pairs: Pairs, known: It
             problem = f"does not name {linear}, and {WEIGHTS_FILE} has an adapter for it"
             problem = f"names {linear}, and {WEIGHTS_FILE} has no adapter for it" if is_named else problem
             given = f"target_modules = {fields.get('target_modules')!r:.200}"
-            raise ValueError(f"{folder / CONFIG_FILE}: {given} {problem}; write the adapter again with PEFT")
+            raise AdapterError(f"{folder / CONFIG_FILE}: {given} {problem}", "write the adapter again with PEFT")
 
 
 def names_linear(fields: dict[str, Any], linear: str) -> bool:
@@ -197,14 +199,14 @@ def names_linear(fields: dict[str, Any], linear: str) -> bool:
 def _check_shapes(folder: Path, rank: int, pairs: Pairs, known: dict[str, tuple[int, int, int]], model_path: Path) -> None:
     for linear, pair in pairs.items():
         if linear not in known:
-            raise ValueError(f"{folder}: the model in {model_path} has no {linear}; set model.path to the adapter's base model")
+            problem = f"{folder}: the model in {model_path} has no {linear}"
+            raise AdapterError(problem, "set model.path to the adapter's base model")
         count, rows, columns = known[linear]
         expected = [count * rank, columns], [rows, rank * count]
         if (pair["A"].shape, pair["B"].shape) != expected:
-            raise ValueError(
-                f"{folder}: {linear} has A {pair['A'].shape} and B {pair['B'].shape}, and by r = {rank} and the model in "
-                f"{model_path} they are {expected[0]} and {expected[1]}: the adapter is of another base model, or damaged"
-            )
+            by_model = f"{expected[0]} and {expected[1]} are expected by r = {rank} and {model_path}"
+            problem = f"{folder}: {linear} has A {pair['A'].shape} and B {pair['B'].shape}, {by_model}"
+            raise AdapterError(problem, "name an undamaged adapter of this base model")
 
 
 def base_shapes(model_path: Path) -> dict[str, tuple[int, int, int]]:
@@ -249,28 +251,29 @@ def read_fields(folder: Path) -> dict[str, Any]:
     """Fields of the config of a plain LoRA adapter.
 
     Raises:
-        ValueError: a file is missing or no JSON object, or the adapter is of another kind.
+        AdapterError: a file is missing or no JSON object, or the adapter is of another kind.
     """
     path = folder / CONFIG_FILE
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if (folder / name).is_symlink() and not (folder / name).exists():
-            raise ValueError(f"{folder / name} is a link to {(folder / name).readlink()}, which is not there; download it again")
+            problem = f"{folder / name} is a link to {(folder / name).readlink()}, which is not there"
+            raise AdapterError(problem, "download it again")
         if not (folder / name).is_file():
             remedy = "name a folder that PEFT's save_pretrained wrote, or leave it empty"
-            raise ValueError(f"engine.lora.adapter_path: {folder} holds no {name}; {remedy}")
+            raise AdapterError(f"{folder} holds no {name}", remedy)
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}; save the adapter again") from error
+        raise AdapterError(f"{path} is no JSON: {error}", "save the adapter again") from error
     if not isinstance(fields, dict):
         problem = f"{path} holds a {type(fields).__name__}, fields by name are expected"
-        raise ValueError(f"{problem}; write the adapter again")  # noqa: TRY004 # of a file
+        raise AdapterError(problem, "write the adapter again")
     check_fields(path, fields)
     for name, kinds, expected in (("r", (int,), "a whole number"), ("lora_alpha", (int, float), "a number")):
         value: Any = fields.get(name)
         if type(value) not in kinds or not 0 < value < math.inf:
             remedy = "write what the adapter was trained with"
-            raise ValueError(f"{path}: {name} is {value!r}, {expected} above 0 is expected; {remedy}")
+            raise AdapterError(f"{path}: {name} is {value!r}, {expected} above 0 is expected", remedy)
     return fields
 
 
@@ -282,10 +285,8 @@ def _check_base(folder: Path, fields: dict[str, Any], written_on: str | None, mo
     else:
         is_same = not base or Path(base).resolve() == model_path.resolve() or Path(base).name == model_path.name
     if not is_same:
-        raise ValueError(
-            f"{folder}: the adapter was trained on another base model, {base}, not on model.path={model_path}; "
-            "set model.path to its base model"
-        )
+        problem = f"{folder}: the adapter was trained on another base model, {base}, not on model.path={model_path}"
+        raise AdapterError(problem, "set model.path to its base model")
 
 
 def scale_of(fields: dict[str, Any]) -> float:
@@ -301,9 +302,8 @@ def _check_scale(folder: Path, fields: dict[str, Any], lora: LoraConfig, rank: i
     keys = keys if is_rslora == lora.rslora else f"engine.lora.rslora={str(is_rslora).lower()} {keys}"
     if lora.rank != rank:
         why = f"takes {rank} where linears are fused, because their A differ" if rank != fields["r"] else f"has rank {rank}"
-        raise ValueError(f"engine.lora.rank={lora.rank}, but the adapter in {folder} {why}; write engine.lora.rank={rank} {keys}")
+        problem = f"engine.lora.rank={lora.rank}, but the adapter in {folder} {why}"
+        raise AdapterError(problem, f"write engine.lora.rank={rank} {keys}")
     if not math.isclose(scale, lora.scale, rel_tol=1e-9):
-        raise ValueError(
-            f"engine.lora.alpha={lora.alpha:g} scales the adapter by {lora.scale:g}, the one in {folder} was trained with "
-            f"{scale:g}; write {keys}"
-        )
+        problem = f"engine.lora.alpha={lora.alpha:g} scales the adapter by {lora.scale:g}, the one in {folder} by {scale:g}"
+        raise AdapterError(problem, f"write {keys}")

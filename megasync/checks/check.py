@@ -31,6 +31,7 @@ from megasync.config.schema import Config
 from megasync.config.shipped import how_to_install
 from megasync.data.load import RunData, load_data, read_files
 from megasync.data.sampler import check_sampler
+from megasync.launch.machine import check_temporary_folder
 from megasync.launch.scope import FOR_CLUSTER
 from megasync.models.folder import check_model_folder
 from megasync.report.loggers import missing_loggers
@@ -48,6 +49,7 @@ def check_config(config: Config, world_size: int, *, needs_data: bool = True, ma
         lambda: check_settings(config, world_size),
         lambda: check_packages(config),
         lambda: _check_own_functions(config),
+        check_temporary_folder,
     ]
     if config.model.path:
         checks.append(lambda: check_layout(config, check_model_folder(config.model.path), world_size))
@@ -91,8 +93,12 @@ def check_packages(config: Config) -> None:
     for name in missing_loggers(config.run.loggers):
         remedy = f"pip install {name}, or take {name} out of run.loggers"
         missing.append(wrong(config, "run.loggers", f"the package {name} is not installed", remedy=remedy))
-    if config.algorithm.name == "grpo" and config.rollout.ray_address == "local" and not find_spec("vllm"):
-        missing.append(wrong(config, "algorithm.name", "vllm is not installed, which generates samples", remedy=how_to_install()))
+    needed = {"engine.wrap": ["megatron", "megatron_fsdp", "mbridge"]}
+    if config.algorithm.name == "grpo":
+        needed["algorithm.name"] = ["ray", "vllm"] if config.rollout.ray_address == "local" else ["ray"]
+    for key, modules in needed.items():
+        if lost := [name for name in modules if not find_spec(name)]:
+            missing.append(wrong(config, key, f"needs {', '.join(lost)}, not installed", remedy=how_to_install()))
     if find_spec("torch"):
         with _noted_for_a_cluster():
             refuse(missing)
@@ -157,6 +163,6 @@ def _check_former_run(config: Config) -> None:
     folder = config.run.folder
     resumes = config.checkpoint.resumes and any((folder / CHECKPOINTS).glob("step_*"))
     for key, path in config.input_paths.items():
-        if not resumes and has_results(folder) and folder.resolve() in Path(path).resolve().parents:
+        if not resumes and has_results(folder) and Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents:
             message = f"{key} = {path}: lies in the run's folder, whose results of a former run would be moved aside"
             raise ConfigError(message, run_folder=str(folder), remedy="write run.name=NAME for another run")

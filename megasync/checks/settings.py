@@ -106,6 +106,7 @@ def _objective_errors(config: Config) -> Iterator[ConfigError]:
             yield wrong(config, "algorithm.loss_aggregation", problem, **lines)
         return
     yield from _advantage_errors(config)
+    yield from _credit_errors(config)
     if algorithm.kl_coefficient and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         problem = "the gradient of k1 is 0 on average, so that in the loss it does not hold the policy near the start model"
         yield wrong(config, "algorithm.kl_estimator", problem, choices="k2, k3", remedy=f"write k2 or k3, or {KL_IN_REWARD}")
@@ -140,6 +141,23 @@ def _advantage_errors(config: Config) -> Iterator[ConfigError]:
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > rollout.group_size:
         problem = f"more than rollout.group_size = {rollout.group_size}"
         yield wrong(config, "algorithm.pass_k", problem, remedy=f"write algorithm.pass_k={max(2, rollout.group_size // 2)}")
+
+
+def _credit_errors(config: Config) -> Iterator[ConfigError]:
+    algorithm, key = config.algorithm, "algorithm.credit"
+    if algorithm.credit == "episode":
+        return
+    without = "or write algorithm.credit=episode"
+    if not config.rollout.episode:
+        problem = "a sample has one turn, since rollout.episode is empty"
+        yield wrong(config, key, problem, needs="rollout.episode", remedy=f"set rollout.episode, {without}")
+    if algorithm.advantage != "group":
+        problem = f"algorithm.advantage = {algorithm.advantage} makes one advantage of an episode's reward"
+        remedy = f"write algorithm.advantage=group, {without}"
+        yield wrong(config, key, problem, needs="algorithm.advantage=group", remedy=remedy)
+    if config.teacher.is_set and not config.teacher.reward_weight:
+        problem = "teacher.reward_weight = 0 learns from the teacher alone"
+        yield wrong(config, key, problem, needs="teacher.reward_weight above 0", remedy=f"set it, {without}")
 
 
 def _schedule_errors(config: Config) -> Iterator[ConfigError]:

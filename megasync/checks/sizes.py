@@ -13,6 +13,7 @@ from pathlib import Path
 from engine import rules
 from engine.config import GPT_OSS
 from engine.model import stages
+from engine.peft.fields import AdapterError
 from engine.peft.folder import check_peft_folder
 from megasync.config.errors import ConfigError, wrong
 from megasync.config.schema import Config
@@ -113,11 +114,9 @@ def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     if lora.adapter_path and not missing:
         try:
             check_peft_folder(lora.adapter_path, lora, config.model.path)
-        except ValueError as error:
-            said = str(error).removeprefix("engine.lora.adapter_path: ").removeprefix(f"{lora.adapter_path}: ")
-            problem, separator, remedy = said.rpartition("; ")
-            lines = {"remedy": remedy if separator else "name an adapter of this base model, with engine.lora's rank and targets"}
-            yield ConfigError(f"engine.lora.adapter_path = {lora.adapter_path}: {problem or remedy}", **lines)
+        except AdapterError as error:
+            problem = error.problem.removeprefix(f"{lora.adapter_path}: ")
+            yield wrong(config, "engine.lora.adapter_path", problem, remedy=error.remedy)
 
 
 def linear_widths(shape: ModelShape) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     if draft.model_type not in DRAFTS:
         problem = f"vLLM has no draft models of {draft.model_type}"
         yield wrong(config, PATH, problem, choices=", ".join(DRAFTS), remedy="name a model of one of these families")
-    if word := next((word for word in OTHER_METHODS if word in str(folder.resolve()).lower()), ""):
+    if word := next((word for word in OTHER_METHODS if word in os.path.realpath(folder).lower()), ""):
         problem = f"vLLM takes a path with {word!r} for a draft of another kind"
         yield wrong(config, PATH, problem, remedy="name a folder, and folders above it, without this word")
     if config.rollout.tensor_parallel not in even_workers(draft):

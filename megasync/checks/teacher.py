@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bridge.versions.file import there
+from engine.peft.fields import AdapterError
 from engine.peft.folder import check_peft_folder
 from megasync.checks.data import beside_errors
 from megasync.checks.resume import first_step
@@ -112,10 +113,9 @@ def check_teacher(config: Config) -> None:
     if teacher.adapter_path and config.engine.lora.rank:
         try:
             check_peft_folder(teacher.adapter_path, config.engine.lora, config.model.path)
-        except ValueError as error:
-            problem = str(error).removeprefix("engine.lora.adapter_path: ")
-            remedy = "name an adapter of this base model, with the rank, alpha and targets of engine.lora"
-            raise ConfigError(f"teacher.adapter_path = {teacher.adapter_path}: {problem}", remedy=remedy) from error
+        except AdapterError as error:
+            problem = error.problem.removeprefix(f"{teacher.adapter_path}: ")
+            raise wrong(config, "teacher.adapter_path", problem, remedy=error.remedy) from error
     if teacher.version not in ("", START):
         _check_version(config)
     own = Path(config.model.path)

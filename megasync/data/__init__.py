@@ -11,6 +11,7 @@ encoding.py       encodes texts of prompts and answers as token ids
 template.py       the model's chat template
 supervised.py     cuts conversations into pieces of text that are trained or not
 prompts.py        encodes prompts and answers of examples
+lengths.py        limits of a sample's length
 load.py           loads a run's data, without examples that are too long
 packages.py       pinned packages that few runs need, installed by pip into a cache folder
 reasoning_gym.py  tasks of reasoning-gym as data, and their scores

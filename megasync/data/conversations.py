@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ RENDERED = (
 )  # rendered beside content
 FIELDS = ("role", "content", "name", "tool_call_id", *RENDERED)
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"  # TRL's columns
+LIKE_MESSAGES = re.compile(r"""\s*(?:array\()?\s*[\[{][\s\[{]*["'](?:role|content|messages)["']\s*:""")
 TURNS_REMEDY = 'write it as [{"role": "user", "content": "1+2="}]'
 
 
@@ -75,6 +77,11 @@ def unwritten(text: str) -> list[Any] | None:
             are_messages = isinstance(parsed, list) and all(isinstance(each, dict) and "role" in each for each in parsed)
             return parsed if are_messages and parsed else None
     return None
+
+
+def is_like_messages(text: str) -> bool:
+    """Whether a text may be messages in a form that `unwritten` does not read, such as NumPy's."""
+    return LIKE_MESSAGES.match(text) is not None and re.search(r"""["']content["']\s*:""", text) is not None
 
 
 def tools_of(column: str, value: Any) -> Any:

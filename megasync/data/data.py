@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,14 @@ from megasync.data.conversations import (
     Turn,
     answered,
     as_messages,
+    is_like_messages,
     text_of,
     tools_of,
     unwritten,
 )
 from megasync.data.tables import SHAPE_REMEDY, Note, Row, read_rows
 
+POINT_ZERO = re.compile(r"-?\d+\.0")  # as pandas writes whole numbers of a column where some are missing
 MAX_EXACT_INTEGER = 2**53  # a float represents every whole number up to this one
 
 
@@ -129,10 +132,13 @@ def _decode_messages(rows: Sequence[tuple[str, Row]], keys: Keys, note: Note, *,
                 row[key] = messages
         elif lists:
             note(f"{len(lists)} of {len(texts)} texts of {key!r} are lists of messages written as texts, and stay texts")
+        elif num_alike := sum(is_like_messages(row[key]) for row in texts):
+            reason = "look like messages, are no list of them in JSON or Python, and stay texts"
+            note(f"{num_alike} of {len(texts)} texts of {key!r} {reason}")
 
 
 def _notes(rows: Sequence[tuple[str, Row]], keys: Keys) -> list[str]:
-    """Notes about answers that are floating-point numbers, and about unusable columns of tools."""
+    """Notes about answers that are floating-point numbers or written as such, and about unusable columns of tools."""
     answers = [_field(row, keys.answer) for _, row in rows] if keys.answer else []
     floats = [value for value in answers if isinstance(value, float) and str(value) != _number(value)]
     notes = []
@@ -141,6 +147,10 @@ def _notes(rows: Sequence[tuple[str, Row]], keys: Keys) -> list[str]:
         notes.append(f"{len(floats)} of {len(rows)} answers {keys.answer!r} are floating-point numbers, written out: {shown}")
     if any(abs(value) > MAX_EXACT_INTEGER for value in floats):
         notes.append(f"answers {keys.answer!r} above 2**53 are floating-point numbers and may have lost digits")
+    pointed = [value for value in answers if isinstance(value, str) and POINT_ZERO.fullmatch(value)]
+    if pointed and len(pointed) == sum(value not in (None, "") for value in answers):
+        shown = f"{pointed[0]!r}, of which {pointed[0][:-2]!r} is no exact match"
+        notes.append(f"all answers {keys.answer!r} are texts such as {shown}")
     unread = {name for _, row in rows for name in (TOOLS, ARGUMENTS) if row.get(name) and tools_of(name, row[name]) is None}
     notes += [f"the column {name!r} does not have TRL's format and is not rendered into prompts" for name in sorted(unread)]
     return notes

@@ -10,6 +10,7 @@ other names into one split. Leaves out reading rows (tables.py). No torch in her
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,7 +33,11 @@ HELD_OUT = {"validation", "valid", "dev", "val", "test", "testing", "eval", "eva
 UNNAMED = {"", "part", "data", "shard", "chunk", "file"}  # names of shards without the name of a split
 CODEC = re.compile(r"\.(snappy|gz|gzip|zstd|zst|lz4|brotli)$")
 OF_TOTAL = re.compile(r"[-_](\d+)[-_]of[-_](\d+)([-_][0-9a-f]+)?$")  # train-00000-of-00002
-NUMBERED = re.compile(r"(?P<prefix>\D*?)[-_. ]?(?P<number>\d+)(?P<more>_\d+)?(?P<writer>[-.].+?)?(?:[-.]c(?P<file>\d+))?$")
+NUMBERED = re.compile(
+    r"(?P<prefix>\D*?)[-_. ]?(?P<number>\d+)(?P<more>_\d+|-\d+(?=-[0-9a-f]{8}-))?(?P<writer>[-.].+?)?"
+    r"(?:[-.]c(?P<file>\d+)|(?<=-[0-9a-f]{12})-(?P<of_task>\d+))?$"  # c000 of Spark, 00001 of Iceberg
+)
+PARTITION = re.compile(r"(?:\A|/)\w+=[^/]*\Z")  # year=2024, of Hive and Spark
 MAX_DEPTH = 4  # levels of subfolders that are searched for data to suggest, as in a hub's cache
 
 
@@ -56,7 +61,7 @@ def data_files(path: Path, split: str, split_key: str, note: Callable[[str], Non
         message = f"{path}: is one file, and {split_key} = {split!r} is for folders"
         refuse_if(split, message, remedy=f"take {split_key} out, or name the folder")
         return [path]
-    looked_in = str(path.resolve().parent)
+    looked_in = str(Path(os.path.realpath(path)).parent)
     refuse_if(not path.is_dir(), f"{path}: there is no such data file", looked_in=looked_in, remedy=FOLDER_REMEDY)
     if (path / "dataset_dict.json").is_file():
         chosen = _choose(path, _json_of(path / "dataset_dict.json").get("splits") or [], split, split_key)
@@ -140,7 +145,7 @@ def _shard(file: Path) -> Shard:
         is_padded = len(match["number"]) > 3 and match["number"][0] == "0"
         is_unnamed = match["prefix"].lower() in UNNAMED
         if is_unnamed or is_padded or _words(match["prefix"]) & (TRAINING | HELD_OUT):
-            numbers = [match["number"], (match["more"] or "").strip("_"), match["file"]]
+            numbers = [match["number"], (match["more"] or "").strip("_-"), match["file"], match["of_task"]]
             found = tuple(int(number) for number in numbers if number)
             return Shard("train" if is_unnamed else match["prefix"], found, 0, match["writer"] or "", is_padded)
     return Shard(stem)
@@ -176,6 +181,8 @@ def _no_data_error(path: Path) -> ConfigError:
     of_splits = [folder.parent if _words(folder.name) & (TRAINING | HELD_OUT) else folder for folder in below]
     inner = list(dict.fromkeys(str(folder.relative_to(path)) for folder in of_splits))
     remedy = f"name one of the folders, such as {path / inner[0]}" if inner else FOLDER_REMEDY
+    if len(inner) > 1 and all(PARTITION.search(name) for name in inner):
+        remedy = "these are partitions of one table: put their files into one folder, or name the one that you want"
     holds = "" if inner else some(sorted(each.name for each in path.iterdir()))
     return ConfigError(f"{path}: is a folder without data files", folders_with_some=some(inner, 12), holds=holds, remedy=remedy)
 

@@ -8,7 +8,6 @@ Leaves out files and their rows (tables.py, data.py) and tokens (prompts.py).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +17,10 @@ from megasync.config.errors import ConfigError, refuse_if, some
 from megasync.config.schema import Config
 from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
 from megasync.data.data import Example, PromptOrder, load_examples
+from megasync.data.lengths import shortest_limit
 from megasync.data.prompts import Prompts
 from megasync.data.tables import Note, media_columns
-from megasync.models.folder import is_vision_language, model_shape
+from megasync.models.folder import is_vision_language
 
 BY_ANSWERS = {"exact_match", "math_verify"}  # rewards that only compare with the answer
 
@@ -172,7 +172,7 @@ def _fitting(config: Config, key: str, examples: list[Example], prompts: Prompts
     response = 0 if is_sft else own_limit or config.rollout.max_new_tokens
     response_key = f"{key}.max_new_tokens" if own_limit else "rollout.max_new_tokens"
     of = "prompt and answer" if is_sft else f"prompt and {response_key} = {response}"
-    name, limit = _shortest_limit(config, prompts, is_trained_on=is_sft or is_trained(key))
+    name, limit = shortest_limit(config, prompts, is_trained_on=is_sft or is_trained(key))
     try:
         lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
     except ConfigError as error:
@@ -192,31 +192,3 @@ def _fitting(config: Config, key: str, examples: list[Example], prompts: Prompts
     left = f"{len(fitting)}, {least} are needed" if drops else ""
     longest = f"{example.place}, {length} tokens of {of}"
     raise ConfigError(what, longest=longest, allowed=f"{limit} tokens: {name}", left=left, remedy=remedy)
-
-
-def _shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
-    """(name, tokens) of the lowest limit of a sequence's length."""
-    limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch} if is_trained_on else {}
-    if is_trained_on and (scored := scored_tokens(config)):
-        limits["the teacher's max_model_len - 1"] = scored
-    if positions := model_shape(config.model.path).max_position_embeddings:
-        limits["the model's max_position_embeddings"] = positions
-    if config.algorithm.name == "grpo" and config.rollout.max_model_len is not None:
-        limits["rollout.max_model_len"] = config.rollout.max_model_len
-    elif config.algorithm.name == "grpo":  # vllm/config/model.py:2552 takes the smaller of positions and this one
-        limits["the tokenizer's model_max_length"] = prompts.tokenizer.model_max_length
-    return min(limits.items(), key=lambda item: item[1], default=("", sys.maxsize))
-
-
-def scored_tokens(config: Config) -> int:
-    """The most tokens of a sample that all served teachers can score; 0: no limit is known. vLLM wants room for one more."""
-    folders = config.teacher.paths.values() if config.teacher.is_served else ()
-    return min((context - 1 for path in folders if (context := teacher_context(config, path))), default=0)
-
-
-def teacher_context(config: Config, path: str) -> int:
-    """vLLM's max_model_len for a served teacher's folder; 0: its own."""
-    own = config.rollout.max_model_len or model_shape(config.model.path).max_position_embeddings
-    given = config.teacher.engine_arguments.get("max_model_len")
-    limits = (own and own + 1, model_shape(path).max_position_embeddings, given if isinstance(given, int) else 0)
-    return min(filter(None, limits), default=0)

@@ -162,6 +162,15 @@ def differ(model: Model) -> bool:
     return all(given) and alike[0] != alike[1]
 
 
+def passes_over_theta(model: Model) -> bool:
+    """Whether a `rope_theta` is given that transformers 5 does not read: it takes that of `rope_scaling` or, where there is none,
+    `rope_parameters`, else config.json's own, else 1e4.
+    """
+    parameters, scaling = (model.fields.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    read = (scaling or parameters).get("rope_theta") or model.fields.get("rope_theta") or 1e4
+    return any(each.get("rope_theta") not in (None, read) for each in (model.fields, parameters, scaling))
+
+
 def have_two_types(model: Model) -> bool:
     given = [model.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     return any(each.get("type") and each.get("rope_type") and each["type"] != each["rope_type"] for each in given)
@@ -233,6 +242,7 @@ RULES = (
     Rule("compression_config", lambda m: m.get("compression_config"), "the engine reads no quantised weights", remedy=CONVERT),
     # rotary embeddings; more in _rope
     Rule("rope_scaling", differ, "differs from rope_parameters", remedy=ONE_ROPE),
+    Rule("rope_theta", passes_over_theta, "differs from that of rope_parameters or rope_scaling", remedy=ONE_ROPE),
     Rule("rope_scaling", have_two_types, "rope_type is another than type", remedy=ONE_ROPE),
     Rule("rope_parameters", lambda m: not m.ropes, f"an object for {FULL} and one for {SLIDING} is expected", BY_LAYER_TYPE),
     Rule("rope_parameters", lambda m: m.family not in BY_LAYER_TYPE

@@ -8,6 +8,7 @@ Leaves out the weights themselves and the tokenizer. No torch in here.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def check_model_config(folder: Path) -> ModelShape:
         is_hub_name = len(folder.parts) == 2 and not (folder.is_absolute() or folder.parent.exists())
         download = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
         remedy = download if is_hub_name else "write model.path=FOLDER, a Hugging Face folder on this machine"
-        raise ConfigError(f"model.path = {folder}: {problem}", looked_at=str(folder.resolve()), remedy=remedy)
+        raise ConfigError(f"model.path = {folder}: {problem}", looked_at=os.path.realpath(folder), remedy=remedy)
     check_links(folder)
     path = folder / "config.json"
     shape, fields = model_shape(folder), model_fields(folder)
@@ -255,7 +256,7 @@ def check_links(folder: Path) -> None:
         if path.suffix in LINKED and path.is_symlink() and not path.exists():
             message = f"{path}: is a link to {path.readlink()}, which is not there"
             remedy = "download the model again, or copy the folder where its targets are: cp -rL FOLDER COPY"
-            raise ConfigError(message, looked_at=str(path.resolve()), remedy=remedy)
+            raise ConfigError(message, looked_at=os.path.realpath(path), remedy=remedy)
 
 
 def _check_places(folder: Path, index: dict[str, str], held: dict[str, set[str]]) -> None:

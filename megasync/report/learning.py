@@ -182,12 +182,15 @@ def _rewards(run: Series) -> list[Trend]:
 
 
 def _flat(run: Series, seen: Sequence[str]) -> str | None:
-    """None also if groups are filtered, since the mean reward is then biased, or if all responses get nearly the same reward."""
+    """None also if groups are filtered, since the mean reward is then biased, if all responses get nearly the same reward, or if
+    a loss of supervised training has fallen.
+    """
     found, rewards, spread = _rewards(run), run.recent("reward/mean"), run.recent("reward/std")
     is_filtered = bool(run.all("rollout/filtered_groups")) and all(trend.key == "reward/mean" for trend in found)
     is_alike = bool(rewards and spread) and statistics.fmean(spread) < 0.1 * abs(statistics.fmean(rewards))
     is_flat = bool(found) and all(trend.word == "flat" and trend.best is None for trend in found)
-    if not is_flat or is_filtered or is_alike or len(run.steps) < MIN_STEPS_FOR_ADVICE:
+    is_fitted = any(trend.has_improved for trend in trends(run) if trend.key in LOSSES)
+    if not is_flat or is_filtered or is_alike or is_fitted or len(run.steps) < MIN_STEPS_FOR_ADVICE:
         return None
     return "; ".join([trend.words for trend in found] + list(seen))
 

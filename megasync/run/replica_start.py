@@ -19,7 +19,7 @@ from bridge.replicas.pool import ReplicaPool
 from engine.config import DTYPE_BYTES
 from megasync.config.replica_keys import ReplicaKeys
 from megasync.config.schema import Config, RolloutConfig
-from megasync.data.load import teacher_context
+from megasync.data.lengths import teacher_context
 from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
 from megasync.launch.num_ranks import num_replica_gpus, num_teacher_gpus
 from megasync.launch.ray_cluster import start_ray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bridge.layout.manifest import read_folder_manifest
 from bridge.versions.writer import VersionWriter
 from engine.peft.folder import fingerprint
-from megasync.tools.export import command as exporting
 from megasync.tools.bisect.reference import Weights
 from megasync.config.errors import ConfigError
 from megasync.tools.export.command import export, main
@@ -130,7 +130,7 @@ def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting.shutil, "copyfile", full_disk)
+    monkeypatch.setattr(shutil, "copyfile", full_disk)
     with pytest.raises(ConfigError, match="No space left"):
         export(run, tmp_path / "model")
     assert not list(tmp_path.iterdir())

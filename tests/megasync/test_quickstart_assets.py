@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from megasync.tools.assets.small_qwen3 import EOS
 from megasync.tools.assets.command import main as write_any_assets
-from megasync.tools.assets.command import CHARACTERS, EOS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
+from megasync.tools.assets.command import CHARACTERS, NUM_HELD_OUT, NUM_OPERANDS, VOCABULARY, Assets, write_assets
 from megasync.config.errors import ConfigError
 from megasync.tools.assets.small_qwen3 import write_small_qwen3
 from megasync.launch.processes import STOPPED

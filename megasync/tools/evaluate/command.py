@@ -14,8 +14,9 @@ import argparse
 import contextlib
 import json
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ from megasync.tools.serving.source import Source, find_source
 
 if TYPE_CHECKING:
     from bridge.replicas.pool import ReplicaPool
+
+OF_SETS = ("samples", "temperature", "max_new_tokens", "limit", "pass_reward")  # options that replace keys of all sets
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -71,7 +74,8 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
         with main_errors():
             overrides = [*given.overrides, *([f"rollout.reward={given.reward}"] if given.reward else [])]
             source = find_source(given.what, scratch, given.step, overrides)
-            config, data = prepared(source, given)
+            with named_by_options(with_sets(source, given), given):
+                config, data = prepared(source, given)
             chosen = evaluations(config, data)
             config = options.with_model_len(source, config, chosen, data.prompts)
             file = files.enter_context(answers.opened(given.to)) if given.to else None
@@ -126,14 +130,36 @@ def with_sets(source: Source, given: argparse.Namespace) -> Config:
     if given.data:
         sets = {Path(given.data).stem or "data": EvalSet(path=given.data, split=given.split)}
     refuse_if(not sets, f"{source.name}: names no evaluation sets", remedy="write --data FILE")
-    names = ("samples", "temperature", "max_new_tokens", "limit", "pass_reward")
-    changes = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    changes = {name: getattr(given, name) for name in OF_SETS if getattr(given, name) is not None}
     sets = {name: each.model_copy(update=changes) for name, each in sets.items()}
     if (given.samples or 1) > 1 and given.temperature is None:  # greedy samples would all be the same
         drawn = {"temperature": source.config.rollout.temperature}
         sets = {name: each if each.temperature else each.model_copy(update=drawn) for name, each in sets.items()}
     no_teacher = {"teacher": TeacherConfig()}  # nobody asks it, and its folder may be gone
     return source.config.model_copy(update={"data": data.model_copy(update={"eval": sets}), **no_teacher})
+
+
+@contextlib.contextmanager
+def named_by_options(config: Config, given: argparse.Namespace) -> Iterator[None]:
+    """A ConfigError of the block names the options in place of the keys of sets that they replace; beside --data they all do."""
+    names = [name for name in OF_SETS if given.data or getattr(given, name) is not None]
+    sets = rf"data\.eval\.({'|'.join(map(re.escape, config.data.eval_sets))})"
+
+    def renamed(text: str) -> str:
+        if names:
+            text = re.sub(rf"{sets}\.({'|'.join(names)})\b( ?=)? ?", _option, text)
+        return re.sub(rf"{sets}(?=:)", lambda _: f"--data {given.data}", text) if given.data else text
+
+    try:
+        yield
+    except ConfigError as error:
+        lines = {name: renamed(text) for name, text in error.lines.items()}
+        raise ConfigError(renamed(error.headline), **lines) from error
+
+
+def _option(key: re.Match[str]) -> str:
+    """That of a key, with the space before its value, or before the next word."""
+    return f"--{key[2].replace('_', '-')}" + (" " if key[0][-1] in "= " else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- answers

@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
     which.add_argument("--version", type=int, metavar="V", help="of the run's log of versions (sync.log: deltas)")
     given = parser.parse_args(arguments)
     with main_errors():
-        target = given.to.resolve()  # with a name for the folder beside it, also for `--to .`
+        target = Path(os.path.realpath(given.to))  # with a name for the folder beside it, also for `--to .`
         of_log = given.version is not None
         what_of_log = "--version: gives the whole model, adapters merged"
         refuse_if(of_log and (given.adapter or given.merge), what_of_log, remedy="leave --adapter and --merge out")

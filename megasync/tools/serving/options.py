@@ -18,6 +18,7 @@ from megasync.config.errors import refuse, refuse_if
 from megasync.config.schema import Config
 from megasync.episodes.resolve import resolve_episode
 from megasync.launch.devices import visible_devices
+from megasync.launch.machine import check_temporary_folder
 from megasync.launch.scope import check_ray
 from megasync.models.folder import check_model_folder
 from megasync.rollouts.evaluation import Evaluation
@@ -66,6 +67,7 @@ def _temperature(text: str) -> float:
 
 def check_servable(config: Config) -> None:
     """ConfigError where model, sets, vLLM's arguments or the address of a Ray cannot be used."""
+    check_temporary_folder()
     shape, on_gpus = check_model_folder(config.model.path), bool(visible_devices())
     of_replicas = (exact_errors(config, shape, on_gpus=on_gpus), served_errors(config, shape, on_gpus=on_gpus))
     refuse([*chain(*of_replicas), *speculation_errors(config, shape)])

@@ -6,6 +6,7 @@ source.config.model.path      # the folder: a checkpoint, one merged with its ad
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -61,7 +62,7 @@ def find_source(target: Path, scratch: Path, step: int | None, overrides: list[s
     Raises:
         ConfigError: it is none of these, or its weights cannot be served.
     """
-    place = _place_in_run(target.resolve(), step)
+    place = _place_in_run(Path(os.path.realpath(target)), step)
     if place is not None:
         run, step, folder = place
         config = load_config(run / CONFIG_FILE, overrides)

@@ -19,6 +19,8 @@ from megasync.checks import check
 from megasync.checks.check import check_config
 from megasync.config.load import load_config
 from megasync.config.errors import ConfigError, main_errors
+from megasync.tools.serving.source import find_source
+from megasync.launch import machine
 from tests.support.file_limit import without_override
 from tests.support.config_files import ROOT, cannot_run, command, refusal, refused, write_model
 
@@ -33,11 +35,29 @@ def test_a_good_config_can_run_and_leaves_no_probe(runnable: Path) -> None:
     assert list(config.run.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("folder", ["missing", "config.yaml", "/proc", "."])
+def test_temporary_files_have_a_folder(runnable: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes another one without a word: nobody writes into /proc, and the last one is nearly full."""
+    path = str(runnable.parent / folder)
+    monkeypatch.setenv("TMPDIR", path)
+    monkeypatch.setattr(machine, "TEMPORARY_BYTES", 2**62 if folder == "." else 0)
+    error = refusal(runnable)
+    assert f"TMPDIR = {path}: " in str(error) and "TMPDIR" in error.remedy
+
+
 def test_transformer_engine_is_there_where_it_is_asked_for(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_config(load_config(runnable, ["engine.kernels=torch"]), 1)
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "transformer_engine" else object())
     error = refusal(runnable, "engine.kernels=te")
     assert (error.key, error.value) == ("engine.kernels", "te") and "write engine.kernels=auto" in error.remedy
+
+
+@pytest.mark.parametrize(("lost", "key"), [("mbridge", "engine.wrap"), ("ray", "algorithm.name"), ("vllm", "algorithm.name")])
+def test_a_part_of_an_extra_is_missed_by_name(runnable: Path, monkeypatch: pytest.MonkeyPatch, lost: str, key: str) -> None:
+    """As after `pip install vllm`, which brings torch and neither Ray nor the engine's packages."""
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == lost else object())
+    error = refusal(runnable)
+    assert error.key == key and f"needs {lost}, not installed" in error.headline and "pip install" in error.remedy
 
 
 def test_loggers_are_installed(runnable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +207,16 @@ def test_run_folder_that_cannot_be_written(runnable: Path, override: str, key: s
 
 def test_the_longest_name_of_a_run(runnable: Path) -> None:
     check_config(load_config(runnable, ["run.name=" + "n" * 241]), 2, makes_folder=True)
+
+
+@pytest.mark.parametrize("key", ["run.dir", "model.path", "data.train", "data.eval", "teacher.path", "engine.lora.adapter_path"])
+@pytest.mark.parametrize("path", ["", "/below.jsonl"])
+def test_a_link_to_itself_is_refused_by_its_key(runnable: Path, key: str, path: str) -> None:
+    (link := runnable.parent / "link").symlink_to(runnable.parent / "link")
+    assert f"{key}" in refusal(runnable, f"{key}={link}{path}", "engine.lora.rank=4").headline
+    assert "there is no such config file" in refused(Path(f"{link}{path}"))
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        find_source(Path(f"{link}{path}"), runnable.parent, None, [])
 
 
 @pytest.mark.parametrize("key", ["run.dir", "model.path", "data.train", "data.eval", "engine.lora.adapter_path"])

@@ -65,6 +65,7 @@ def runnable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("own_of_test", None)
 
 
+OF_TURNS = ("rollout.episode=tests.support.episodes:Guess", "algorithm.credit=turn")
 GOOD = (
     *("algorithm.loss=own_of_test:loss", "algorithm.advantage=own_of_test:centred", "rollout.filter=own_of_test:some_right"),
     *("run.callbacks=[own_of_test:note]", "run.loggers=[own_of_test:Log]"),
@@ -125,10 +126,21 @@ def test_names_that_there_are_not(runnable: Path, override: str, example: str) -
         (["algorithm.kl_coefficient=0.1", "algorithm.kl_estimator=k1"], "algorithm.kl_estimator"),
         (["algorithm.advantage=gdpo"], "algorithm.advantage"),
         (["algorithm.advantage=pass_at_k", "algorithm.pass_k=99"], "algorithm.pass_k"),
+        (["algorithm.credit=turn"], "algorithm.credit"),
+        ([*OF_TURNS, "algorithm.advantage=reinforce_plus_plus_baseline"], "algorithm.credit"),
+        ([*OF_TURNS, "algorithm.advantage=own_of_test:centred"], "algorithm.credit"),
+        ([*OF_TURNS, "teacher.version=start", "teacher.reward_weight=0"], "algorithm.credit"),
+        (["algorithm.name=sft", "algorithm.credit=turn"], "algorithm.credit"),
     ],
 )
 def test_keys_that_do_not_go_together(runnable: Path, overrides: list[str], key: str) -> None:
-    assert refusal(runnable, *overrides).key == key
+    error = refusal(runnable, *overrides)
+    assert error.key == key and error.remedy
+
+
+def test_rewards_of_turns_are_learnt_from_where_episodes_have_them(runnable: Path) -> None:
+    for more in ([], ["algorithm.preset=rloo"], ["teacher.version=start"], ["rollout.episode_max_turns=1"]):
+        check_config(load_config(runnable, [*OF_TURNS, *more]), 2)
 
 
 def test_groups_of_one_are_trained_where_the_baseline_is_not_the_groups(runnable: Path) -> None:

@@ -12,7 +12,8 @@ from megasync.checks.check import check_config
 from megasync.checks.teacher import teacher_errors
 from megasync.config.load import load_config
 from megasync.config.schema import Config
-from megasync.data.load import load_data, scored_tokens
+from megasync.data.lengths import scored_tokens
+from megasync.data.load import load_data
 from megasync.rollouts.turns import episode_settings
 from megasync.run.replica_start import teacher_replica_config
 from megasync.tools.assets.command import build_tokenizer

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import feather, parquet
@@ -88,6 +89,41 @@ def test_messages_written_as_texts_are_messages(tmp_path: Path, write: Any) -> N
     assert [example.prompt for example in found] == [text, "1+1="] and "1 of 2 texts" in notes[0]
     for other in ("[1, 2]", '["role"]', "[role", "[]"):
         assert load(lines(tmp_path / "c.jsonl", {"question": other, "answer": "4"})) == ([Example(other, "4", 1)], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_noted"),
+    [
+        (str(np.array(MESSAGES, dtype=object)), True),  # without commas
+        (repr(np.array(MESSAGES, dtype=object)), True),
+        (json.dumps({"messages": MESSAGES}), True),
+        (json.dumps(MESSAGES[0]), True),
+        (json.dumps([MESSAGES]), True),
+        ("[role] {content: x}", False),
+        ('{"answer": "role", "content": "x"}', False),
+        ('What is [{"role": "user", "content": "x"}]?', False),
+    ],
+)
+def test_texts_like_messages_that_cannot_be_read_as_such_are_noted(tmp_path: Path, text: str, is_noted: bool) -> None:
+    found, notes = load(lines(tmp_path / "a.jsonl", {"question": text, "answer": "4"}, {"question": "1+1=", "answer": "2"}))
+    assert found[0].prompt == text and not found[0].messages
+    assert [note.partition(" texts")[0] for note in notes] == ["1 of 2"] * is_noted
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_noted"),
+    [(["72.0", "-7.0"], True), (["72.0", ""], True), (["72.0", "7"], False), (["72.0", "7.5"], False), (["v1.0", "1.0"], False)],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_whole_numbers_that_pandas_wrote_with_a_point_are_noted(
+    tmp_path: Path, suffix: str, answers: list[str], is_noted: bool
+) -> None:
+    path = written(tmp_path / "a.parquet", question=["a", "b"], answer=answers)
+    if suffix == "csv":
+        path = tmp_path / "a.csv"
+        path.write_text("question,answer\n" + "".join(f"a,{answer}\n" for answer in answers))
+    found, notes = load(path)
+    assert [example.answer for example in found] == answers and ["'72.0'" in note for note in notes] == [True] * is_noted
 
 
 @pytest.mark.parametrize(

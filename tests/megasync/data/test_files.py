@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megasync.config.errors import ConfigError
 from megasync.data.files import data_files
 
 UUID = "8c2b1c1a-0f3e-4b7a-9d52-1f2e3d4c5b6a"
@@ -19,6 +20,8 @@ SHARDS = {
     "spark": [f"part-00000-{UUID}-c000.snappy.parquet", f"part-00003-{UUID}-c000.snappy.parquet"],
     "spark with a short name": ["part-00000-x.snappy.parquet", "part-00001-x.snappy.parquet"],
     "files of a task": [f"part-00000-{UUID}-c000.snappy.parquet", f"part-00000-{UUID}-c001.snappy.parquet"],
+    "iceberg": [f"00000-4-{UUID}-00001.parquet", f"00001-5-{UUID}-00001.parquet", f"00001-5-{UUID}-00002.parquet"],
+    "tasks": [f"00000-0-{UUID}.parquet", f"00001-1-{UUID}.parquet"],
     "dask": [f"part.{number}.parquet" for number in range(12)],
     "numbers": ["1.jsonl", "2.jsonl"],
     "of the split": ["train-0.jsonl", "train-1.jsonl", "train-2.jsonl"],
@@ -57,6 +60,18 @@ def test_shards_are_one_split_in_order(tmp_path: Path, names: list[str]) -> None
     assert len(notes) == (2 if len(names) > 1 and "of" not in names[0] else 0)
 
 
+@pytest.mark.parametrize("above", ["", "table/"])
+def test_a_partition_is_not_suggested_for_the_table(tmp_path: Path, above: str) -> None:
+    """As Hive and Spark write them; other folders are data sets of their own."""
+    table = folder(tmp_path / "t", *(f"{above}year={year}/part-0.parquet" for year in (2024, 2025)))
+    with pytest.raises(ConfigError) as caught:
+        data_files(table, "", "data.split")
+    assert "year=2024" in str(caught.value) and "year=" not in caught.value.remedy
+    with pytest.raises(ConfigError) as caught:
+        data_files(folder(tmp_path / "sets", "main/train.jsonl", "other/train.jsonl"), "", "data.split")
+    assert str(tmp_path / "sets" / "main") in caught.value.remedy
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -70,6 +85,7 @@ def test_shards_are_one_split_in_order(tmp_path: Path, names: list[str]) -> None
         ["train.jsonl", "train-0.jsonl"],
         ["data-0.jsonl", "0.jsonl"],
         ["train-00000-of-00003.parquet"],
+        [f"00000-0-{UUID}-00001.parquet", f"00001-1-{UUID[::-1]}-00001.parquet"],
         ["train-00000-of-00002-a6.parquet", "train-00000-of-00002-b7.parquet", "train-00001-of-00002-c8.parquet"],
         ["train-00000-of-00002.parquet", "train-00001-of-00003.parquet"],
     ],

@@ -29,7 +29,7 @@ def read(path: Path, *, prepends: bool) -> Tokenizer:
     """As tokenizer.json has it: the space at the beginning is the normalizer's, or the pre-tokenizer's."""
     from sentencepiece import sentencepiece_model_pb2
 
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     model.ParseFromString(path.read_bytes())
     ids = {piece.piece: number for number, piece in enumerate(model.pieces)}
     merges = generate_merges(ids, {piece.piece: piece.score for piece in model.pieces})

@@ -70,6 +70,16 @@ def test_each_row_has_its_own_tools_and_variables(runnable: Path, tmp_path: Path
     assert data.train[0].extra["tools"] == written[0]["tools"]  # what a reward gets
 
 
+def test_rows_with_tools_get_the_template_that_a_model_has_for_them(runnable: Path, tmp_path: Path) -> None:
+    """As Command R and Hermes 3 have: of several by name transformers takes tool_use for them."""
+    plain = "{{ messages[0].content }}{% if add_generation_prompt %}={% endif %}"
+    set_template(runnable, [{"name": "default", "template": plain}, {"name": "tool_use", "template": TEMPLATE}])
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert texts(data_of(runnable, write_rows(tmp_path / "a.jsonl", {"tools": [TOOL], **off}, {}))) == ["+1=5170=", "7="]
+    message = cannot_run(runnable, "data.chat_template=true", write_rows(tmp_path / "b.jsonl", off))
+    assert "line 1: chat_template_kwargs has 'enable_thinking'" in message
+
+
 def test_calls_of_a_history_are_written(runnable: Path, tmp_path: Path) -> None:
     """With the arguments as an object or as JSON; a prompt may end with what a tool answered."""
     result = {"role": "tool", "content": "3", "tool_call_id": "1"}

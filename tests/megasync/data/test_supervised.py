@@ -62,7 +62,7 @@ WROTE = {
 }
 
 
-UP_TO_CALL = next(number for number, message in enumerate(CALLING, 1) if message.get("tool_calls"))
+UP_TO_CALL = next(number for number, message in enumerate(CALLING, 1) if message.get("tool_calls"))  # type: ignore[attr-defined]
 
 
 def call_of(arguments: Any) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from pyarrow import parquet
 from megasync.data.data import Example, load_examples
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.resolve import resolve_rewards
-from megasync.data.tables import data_files, media_columns
+from megasync.data.files import data_files
+from megasync.data.tables import media_columns
 
 ROWS = [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 3} for n in range(7)]
 EXAMPLES = [Example(row["question"], row["answer"], n, extra={"level": row["level"]}) for n, row in enumerate(ROWS, start=1)]

@@ -5,6 +5,8 @@ python -m pytest tests/megasync/data/test_text.py
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from megasync.config.data_section import DataConfig
 from megasync.data.data import Example
 from megasync.data.prompts import Prompts
 from megasync.episodes.tokens import Tokens
+from tests.support.config_files import write
 from tests.support.tokenizer_kinds import EXTRA, KINDS, OF_WORDS, WITH_BYTES, byte_level, prompts_of
 
 KNOWN = "abcdefghijklmnopqrstuvwxyz0123456789+=!?.,:' \n\t"
@@ -119,6 +122,21 @@ def test_prompts_are_neither_cut_nor_filled(prompts: Prompts) -> None:
     assert {"truncation to 4 tokens", "padding to 8 tokens", "clean_up_tokenization_spaces"} <= {
         note.partition("ask for ")[2].partition(";")[0] for note in prompts.notes
     }
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "metaspace_first"])
+def test_a_text_has_one_tokenization_whatever_dropout_was_saved(kind: str, tmp_path: Path) -> None:
+    expected = prompts_of(kind, tmp_path)
+    state = json.loads((tmp_path / kind / "tokenizer.json").read_text())
+    state["model"]["dropout"] = 0.3
+    write(tmp_path / "dropout" / "tokenizer.json", json.dumps(state))
+    shutil.copy(tmp_path / kind / "tokenizer_config.json", tmp_path / "dropout")
+    prompts, examples = Prompts(str(tmp_path / "dropout"), DataConfig()), [Example("the answer is 42", "42", 1)] * 20
+    assert len(set(prompts.lengths(examples, with_answers=True))) == 1
+    for example in examples:
+        made, right = prompts.supervised(example), expected.supervised(example)
+        assert [*made.prompt_ids, *made.response_ids] == [*right.prompt_ids, *right.response_ids]
+    assert any("BPE dropout of 0.3;" in note for note in prompts.notes)
 
 
 def test_a_number_behind_an_equals_sign_has_no_space_in_it(kind: str, prompts: Prompts) -> None:

@@ -77,6 +77,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path, family: object) ->
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 TWICE = {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
 
 
@@ -95,6 +96,9 @@ TWICE = {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"r
         ("low_freq_factor", {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}),
         ("rope_theta", {"rope_parameters": {"rope_theta": "1e4"}}),
+        ("rope_theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 1e6}),
+        ("rope_theta", {"rope_parameters": None, "rope_scaling": LINEAR | {"rope_theta": 1e4}, "rope_theta": 1e6}),
+        ("rope_theta", {"rope_parameters": LINEAR | {"rope_theta": 1e6}, "rope_scaling": LINEAR}),
         ("rope_type", {"rope_parameters": {"rope_type": ["linear"]}}),
     ],
 )
@@ -406,12 +410,13 @@ def test_no_tensor_is_in_two_files_that_are_read(tmp_path: Path) -> None:
     check_model_folder(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["../../blobs/0123abcd", "itself"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json", INDEX])
-def test_a_link_of_the_hubs_cache_whose_blob_is_gone(runnable: Path, name: str) -> None:
+def test_a_link_of_the_hubs_cache_whose_blob_is_gone(runnable: Path, name: str, target: str) -> None:
     """A generation_config.json would be taken for none, an index too; the others for files that a user may not read."""
     path = runnable.parent / "model" / name
     path.unlink(missing_ok=True)
-    path.symlink_to("../../blobs/0123abcd")
+    path.symlink_to(path if target == "itself" else target)
     error = refusal(runnable)
     assert error.headline.startswith(f"{path}: ") and "cp -rL" in error.remedy
     path.unlink()

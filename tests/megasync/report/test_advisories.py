@@ -118,6 +118,13 @@ def test_a_flat_reward_is_no_sign_where_groups_are_filtered_or_nothing_is_left_t
     assert advisories(made({**FLAT, "reward/mean": always(0.99), "reward/std": always(0.05)})) == []
 
 
+def test_a_flat_accuracy_is_no_sign_where_the_supervised_loss_falls() -> None:
+    evaluations = [{"step": step, "eval/accuracy": 0.0, "eval/accuracy_error": 0.01} for step in (0, 40)]
+    for lost, names in ((0.0, ["flat_and_still"]), (0.025, [])):
+        steps = [{"step": step, "loss/sft": 3.5 - lost * step + 0.01 * (step % 3)} for step in range(1, 41)]
+        assert [each.name for each in advisories(steps, evaluations)] == names
+
+
 def test_every_condition_has_a_case() -> None:
     assert {each.name for each in CONDITIONS} == {*CASES, "held_out_falls"}
     keys = {row.key for row in METRICS}

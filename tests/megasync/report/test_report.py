@@ -184,7 +184,8 @@ def test_report_has_a_chart_of_each_evaluation_set_reward_and_phase(tmp_path: Pa
 
 
 def test_report_of_a_run_that_has_no_step_yet(tmp_path: Path) -> None:
-    log_of(tmp_path).thing.close()
+    with log_of(tmp_path):
+        pass
     page = write_report(tmp_path).read_text()
     assert "No step has been logged yet" in page and len(page) < 100_000
 

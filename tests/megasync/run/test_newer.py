@@ -95,7 +95,7 @@ def test_where_there_is_nothing_newer_the_checkpoint_is_gone_on_from(run_folder:
 @pytest.fixture
 def rank() -> Iterator[None]:
     """The only one of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -41,6 +41,8 @@ def config(model: str, folder: Path, *, rank: int = 8, **sections: Any) -> Confi
         ("rollout.engine_arguments.foo", {"rollout": {"engine_arguments": {"foo": 1}}}),
         ("engine.kernels", {"engine": {"kernels": "te"}}),
         ("algorithm.name", {"algorithm": {"name": "sft"}}),
+        ("algorithm.credit", {"algorithm": {"credit": "turn"}}),
+        ("algorithm.credit", {"algorithm": {"credit": "turn"}, "rollout": {"episode": "a:b"}}),
         ("teacher.version", {"teacher": {"version": "start"}}),
         ("teacher.endpoint", {"teacher": {"endpoint": "http://host:8000/v1"}}),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.engine.engine_cases import leave_groups
+from bench.equivalence.measure import leave_groups
 
 from engine.config import EngineConfig, ModelConfig
 from engine.algorithm import AlgorithmConfig

@@ -302,6 +302,24 @@ def test_prompts_that_do_not_fit_are_refused(run: Path, tmp_path: Path, capsys: 
         assert "write --max-new-tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--max-new-tokens", "1024"], ["--data", "--max-new-tokens 1024", "lower --max-new-tokens"]),
+        (["--max-new-tokens", "64", "rollout.max_model_len=32"], ["--max-new-tokens 64: "]),
+        (["--samples", "4", "--temperature", "0"], ["--samples 4: at --temperature 0 ", "--temperature 1.0", "--samples 1"]),
+    ],
+)
+def test_errors_of_an_evaluation_name_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: list[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    file = write(tmp_path / "a.b.jsonl", '{"question": "1+1=", "answer": 2}\n')
+    assert code(evaluate, [str(model), "--data", str(file), *options], no_replicas) == 2
+    said = capsys.readouterr().err
+    assert "data.eval" not in said and [text for text in named if text not in said] == [], said
+
+
 @pytest.mark.parametrize("command", [evaluate, generate])
 def test_a_folder_answers_with_as_many_tokens_as_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Any) -> None:
     """Of a model with 512 positions, behind prompts of 4 and 300 tokens; where a number is asked for, it is not changed."""

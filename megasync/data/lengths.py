@@ -1,0 +1,37 @@
+"""Limits of a sample's length in tokens: of the trainer, the model, vLLM, and teachers that score it. No torch in here."""
+
+from __future__ import annotations
+
+import sys
+
+from megasync.config.schema import Config
+from megasync.data.prompts import Prompts
+from megasync.models.folder import model_shape
+
+
+def shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
+    """(name, tokens) of the lowest limit of a sequence's length."""
+    limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch} if is_trained_on else {}
+    if is_trained_on and (scored := scored_tokens(config)):
+        limits["the teacher's max_model_len - 1"] = scored
+    if positions := model_shape(config.model.path).max_position_embeddings:
+        limits["the model's max_position_embeddings"] = positions
+    if config.algorithm.name == "grpo" and config.rollout.max_model_len is not None:
+        limits["rollout.max_model_len"] = config.rollout.max_model_len
+    elif config.algorithm.name == "grpo":  # vllm/config/model.py:2552 takes the smaller of positions and this one
+        limits["the tokenizer's model_max_length"] = prompts.tokenizer.model_max_length
+    return min(limits.items(), key=lambda item: item[1], default=("", sys.maxsize))
+
+
+def scored_tokens(config: Config) -> int:
+    """The most tokens of a sample that all served teachers can score; 0: no limit is known. vLLM wants room for one more."""
+    folders = config.teacher.paths.values() if config.teacher.is_served else ()
+    return min((context - 1 for path in folders if (context := teacher_context(config, path))), default=0)
+
+
+def teacher_context(config: Config, path: str) -> int:
+    """vLLM's max_model_len for a served teacher's folder; 0: its own."""
+    own = config.rollout.max_model_len or model_shape(config.model.path).max_position_embeddings
+    given = config.teacher.engine_arguments.get("max_model_len")
+    limits = (own and own + 1, model_shape(path).max_position_embeddings, given if isinstance(given, int) else 0)
+    return min(filter(None, limits), default=0)
