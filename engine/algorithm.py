@@ -97,7 +97,7 @@ class AlgorithmConfig(Section):
     """What rewards become: group (GRPO, RLOO), reinforce_plus_plus, reinforce_plus_plus_baseline, remax, pass_at_k, gdpo, or your
     own package.module:function (docs/your_own.md)."""
     credit: Literal["episode", "turn"] = "episode"
-    """Rewards that make a sampled token's advantage: the whole episode's, or those of its turn and of later ones; turn needs
+    """Rewards that make a sampled token's advantage: all of the episode, or turn: all but those of earlier turns; turn needs
     rollout.episode and advantage=group (docs/agents.md)."""
     pass_k: Annotated[int, Field(ge=2)] = 4
     """advantage=pass_at_k: k. A reward above 0.5 counts as right."""

@@ -305,5 +305,5 @@ def _check_scale(folder: Path, fields: dict[str, Any], lora: LoraConfig, rank: i
         problem = f"engine.lora.rank={lora.rank}, but the adapter in {folder} {why}"
         raise AdapterError(problem, f"write engine.lora.rank={rank} {keys}")
     if not math.isclose(scale, lora.scale, rel_tol=1e-9):
-        problem = f"engine.lora.alpha={lora.alpha:g} scales the adapter by {lora.scale:g}, the one in {folder} by {scale:g}"
-        raise AdapterError(problem, f"write {keys}")
+        ours = f"engine.lora.alpha={lora.alpha:g} scales the adapter by {lora.scale:g}"
+        raise AdapterError(f"{ours}, the one in {folder} was trained with {scale:g}", f"write {keys}")

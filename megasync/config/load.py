@@ -217,7 +217,8 @@ def _put(
     """
     path, old = (*above, name), into.get(name)
     key = ".".join(with_any_name(empty, path))
-    if not isinstance(old, dict) and isinstance(value, Mapping) and any(each.startswith(f"{key}.") for each in empty):
+    is_new = isinstance(value, Mapping) and not isinstance(old, dict) and all(type(each) in (str, int) for each in value)
+    if is_new and any(each.startswith(f"{key}.") for each in empty):
         into[name] = old = {}  # a new name, whose keys may be null
         sources[path] = source
     if isinstance(old, dict) and isinstance(value, Mapping):

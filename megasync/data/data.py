@@ -149,7 +149,7 @@ def _notes(rows: Sequence[tuple[str, Row]], keys: Keys) -> list[str]:
         notes.append(f"answers {keys.answer!r} above 2**53 are floating-point numbers and may have lost digits")
     pointed = [value for value in answers if isinstance(value, str) and POINT_ZERO.fullmatch(value)]
     if pointed and len(pointed) == sum(value not in (None, "") for value in answers):
-        shown = f"{pointed[0]!r}, of which {pointed[0][:-2]!r} is no exact match"
+        shown = f"{pointed[0]!r}, which exact_match does not take for {pointed[0][:-2]!r}"
         notes.append(f"all answers {keys.answer!r} are texts such as {shown}")
     unread = {name for _, row in rows for name in (TOOLS, ARGUMENTS) if row.get(name) and tools_of(name, row[name]) is None}
     notes += [f"the column {name!r} does not have TRL's format and is not rendered into prompts" for name in sorted(unread)]

@@ -158,7 +158,7 @@ def named_by_options(config: Config, given: argparse.Namespace) -> Iterator[None
 
 
 def _option(key: re.Match[str]) -> str:
-    """That of a key, with the space before its value, or before the next word."""
+    """The option of a key, and the space before its value or the next word."""
     return f"--{key[2].replace('_', '-')}" + (" " if key[0][-1] in "= " else "")
 
 

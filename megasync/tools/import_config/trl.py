@@ -111,6 +111,7 @@ RULES: dict[str, Rule] = {
 
 
 def is_of(key: str) -> bool:
+    """Whether the key of a config is one of TRL's."""
     return key in RULES or key in DEFAULTS or ("." not in key and any(meaning(key)))
 
 

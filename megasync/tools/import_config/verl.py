@@ -216,6 +216,7 @@ SECTIONS = ("actor_rollout_ref.", "trainer.", "custom_reward_function.", "critic
 
 
 def is_of(key: str) -> bool:
+    """Whether the key of a config is one of verl's."""
     return key in RULES or key in DEFAULTS or key.startswith(SECTIONS)
 
 

@@ -174,7 +174,7 @@ A = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
         (A.replace("lora_A", "lora_B").replace("weight", "bias"), torch.ones(128), "is no adapter of one of"),
         (A.replace("layers.0", "layers.2"), torch.ones(4, 128), "layers.2.self_attn.o_proj has only lora_A"),
         (A, torch.ones(2, 128), "adapter_config.json: r = 4, and"),
-        (A, torch.ones(4, 64), "they are [4, 128] and [128, 4]"),
+        (A, torch.ones(4, 64), "[4, 128] and [128, 4] are expected"),
         (A, torch.ones(4, 128, dtype=torch.int8), "of the dtype I8"),
     ],
 )

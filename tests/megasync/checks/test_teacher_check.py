@@ -128,7 +128,7 @@ def test_a_folder_of_the_policys_shape_can_teach_in_the_trainer(runnable: Path, 
     write_teacher(tmp_path / "same", transformers_version="5.0", initializer_range=0.5)
     for overrides in (["teacher.objective=full"], ["teacher.objective=full", SFT], ["rollout.group_size=1"]):
         check_config(load_config(runnable, [f"teacher.path={tmp_path / 'same'}", "teacher.place=trainer", *overrides]), 2)
-    for name, value in {"num_hidden_layers": 2, "rope_theta": 5.0}.items():
+    for name, value in {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}.items():
         folder = write_teacher(tmp_path / name, **{name: value})
         message = cannot_run(runnable, f"teacher.path={folder}", "teacher.place=trainer")
         assert message.startswith(f"teacher.path = {folder}: ") and name in message

@@ -202,7 +202,7 @@ def finish_reason(ended: EpisodeEnd, turns: list[tuple[Any, Turn]]) -> str:
 
 def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
     """More than a process may have: it ends with its last one, and what waited is played in another."""
-    options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 2.0, "episode_concurrency": 12}
+    options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 6.0, "episode_concurrency": 12}
     bad, good = [f"hangs {number}" for number in range(9)], [f"good {number}" for number in range(40)]
     reported = play(pool_of(folder, **options), [*bad, *good])
     assert all("took longer" in failure(reported, prompt) for prompt in bad)
