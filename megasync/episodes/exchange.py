@@ -19,7 +19,7 @@ class Settings(NamedTuple):
     memory_bytes: int | None
     open_files: int
     concurrency: int
-    credits_turns: bool = False  # each turn's rewards are learnt from
+    credits_turns: bool = False  # algorithm.credit=turn
 
 
 class Play(NamedTuple):

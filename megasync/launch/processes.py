@@ -88,13 +88,13 @@ def ignores_hang_up() -> bool:
 
 
 def hold_signals() -> None:
-    """A signal that ends a run waits from now on, also beyond an `exec`, until `release_signals`."""
+    """Block the signals that end a run, also across an `exec`, until `release_signals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
 def release_signals(handle: Callable[[int, Any], Any]) -> None:
-    """From now on `handle` is called at those, and at the ones that have come meanwhile; not at SIGHUP under nohup. Without
-    `hold_signals` before nothing changes.
+    """Install `handle` for the held signals and deliver those that have arrived. SIGHUP stays ignored under nohup. Does nothing
+    unless `hold_signals` was called.
     """
     if not set(ENDING) <= signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         return

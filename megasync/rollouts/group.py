@@ -58,7 +58,7 @@ class Group:
     completions: list[Completion | EpisodeResult | None] = field(default_factory=list)
     playing: dict[int, EpisodeResult] = field(default_factory=dict)  # unfinished episodes of a checkpoint, by member
     scored: list[Scored | None] = field(default_factory=list)
-    credits_turns: bool = False  # each turn's rewards are learnt from
+    credits_turns: bool = False  # algorithm.credit=turn
     has_teacher: bool = False  # its samples need a teacher's scores, which checkpoints leave out
     rewarded: dict[int, Scored] = field(default_factory=dict)  # samples of a checkpoint that still need them
     in_scoring: set[int] = field(default_factory=set)
