@@ -27,7 +27,12 @@ GPT_OSS = "gpt_oss"  # biases, sinks and experts of its own (families/gpt_oss.py
 MOE_FAMILIES = (*BIASED_ROUTERS, GPT_OSS, "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")  # with experts
 GEMMA = "gemma3_text"  # its layers differ from the others' (families/gemma.py)
 OLMO3 = "olmo3"  # its layers differ, too (families/olmo3.py)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", GEMMA, OLMO3, *MOE_FAMILIES)  # of `model_type`
+SMOLLM3 = "smollm3"  # some of its layers have no rotary embedding (rope.py)
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", GEMMA, OLMO3, SMOLLM3),
+    *MOE_FAMILIES,
+)  # of `model_type`
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
 PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose modules model.exact and megasync bisect know one by one
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of `rope_type` in config.json
 ROPE_BY_LAYER_TYPE = ("default", "linear")  # of them where layers have other frequencies by their type

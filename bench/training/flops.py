@@ -11,13 +11,13 @@ import math
 from pathlib import Path
 
 from megasync.models.folder import model_fields, model_shape
-from megasync.models.tensors import EMBEDDINGS, TIED_HEAD, expected_tensors
+from megasync.models.tensors import EMBEDDINGS, TIED_HEAD, expected_tensors, is_tied
 
 
 def num_parameters(folder: str | Path) -> int:
     """All, tied embeddings once."""
     sizes = _sizes(folder)
-    if model_fields(folder).get("tie_word_embeddings"):
+    if is_tied(model_shape(folder), model_fields(folder)):
         del sizes[TIED_HEAD]
     return sum(sizes.values())
 

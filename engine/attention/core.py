@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.attention import context, dense, flash, fused, windows
+from engine.attention import context, dense, flash, fused, rope, windows
 from engine.runtime import device
 from engine.runtime.megatron import PackedSeqParams, TransformerConfig, parallel_state, tensor_parallel
 from engine.batch.packed import PackedSequences
@@ -36,7 +36,7 @@ class CoreAttention(torch.nn.Module):
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             self._add_sinks(config)
-        self.rotates = bool(config.no_rope_freq)  # megatron-core is configured to leave the rotary embedding out
+        self.rotates = config.no_rope_freq is not None and config.no_rope_freq[layer_number - 1] == rope.BY_CORE_ATTENTION
 
     def _add_sinks(self, config: TransformerConfig) -> None:
         """A logit for each head of this rank. megatron-core's own (dot_product_attention.py:126) does not say that ranks have

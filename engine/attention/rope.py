@@ -15,11 +15,21 @@ from typing import Any
 
 import torch
 
-from engine.config import LATENT_FAMILIES, OLMO3, ROPE_BY_LAYER_TYPE, ROPE_TYPES
+from engine.config import LATENT_FAMILIES, OLMO3, ROPE_BY_LAYER_TYPE, ROPE_TYPES, SMOLLM3
 from engine.runtime.megatron import RotaryEmbedding
 from engine.attention.windows import FULL, SLIDING
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+BY_MEGATRON_CORE, BY_CORE_ATTENTION, BY_NOBODY = 0, 1, 2  # who rotates a layer: megatron-core leaves out those that are not 0
+
+
+def left_out(hf_config: Any, *, by_core_attention: bool) -> list[int] | None:
+    """TransformerConfig's `no_rope_freq` (attention.py:917), one of the numbers above for each layer; None: all are 0."""
+    number, turned = hf_config.num_hidden_layers, BY_CORE_ATTENTION if by_core_attention else BY_MEGATRON_CORE
+    if hf_config.model_type == SMOLLM3:
+        return [turned if has_rope else BY_NOBODY for has_rope in hf_config.no_rope_layers[:number]]
+    return [turned] * number if by_core_attention else None
 
 
 def scaling(hf_config: Any) -> tuple[torch.Tensor, float] | None:

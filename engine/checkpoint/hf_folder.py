@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from model_folder.files import weight_files
 from model_folder.layout import key_of, own_name, read_folder_layout, written_fields
-from engine.model.families.table import PREDICTORS
+from engine.config import PREDICTORS
 from engine.runtime.parallel import Layout
 from engine.runtime.tensor_file import save_tensors
 

@@ -105,7 +105,7 @@ def lora_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
         yield wrong(config, "engine.lora.rank", problem, **model, remedy=remedy)
     if lora.sync == "adapter" and (shape.num_experts or lora.rank > MAX_SERVED_RANK):
         rank_problem = f"vLLM serves adapters up to rank {MAX_SERVED_RANK}, engine.lora.rank = {lora.rank}"
-        problem = f"adapters of {shape.model_type}'s experts cannot be synced to vLLM" if shape.num_experts else rank_problem
+        problem = "vLLM takes no adapters alone beside experts" if shape.num_experts else rank_problem
         yield wrong(config, "engine.lora.sync", problem, **model, choices="merged", remedy="write engine.lora.sync=merged")
     of_experts = [target for target in lora.targets if target in ("linear_fc1", "linear_fc2") and shape.num_experts]
     if of_experts and (found := rules.experts_lora_problem(lora, of_experts[0], config.model.dtype)):

@@ -31,6 +31,7 @@ from engine.config import (
     OLMO3,
     ROPE_BY_LAYER_TYPE,
     ROPE_TYPES,
+    SMOLLM3,
 )
 from megasync.models.declared import declared_fields
 from megasync.models.model_shape import ModelShape
@@ -50,7 +51,9 @@ WITH_BIAS = ("qwen2", "glm4_moe", "seed_oss", GPT_OSS)
 LITE = "glm4_moe_lite"
 DEEPSEEK = ("deepseek_v3", "kimi_k2")  # vLLM reads of their folders how routers score
 QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read no head_dim, which transformers does
+OF_TRANSFORMERS = (OLMO3, "seed_oss", SMOLLM3)  # whose layers vLLM 0.32 has from transformers (models/transformers/)
 VLLM_ALONE: dict[str, tuple[str, ...]] = {  # fields that vLLM 0.32 reads of these families, and transformers does not
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "kv_lora_rank"), OF_TRANSFORMERS),
     "layer_scale": DELTA_NET_FAMILIES,
     "llama_4_scaling": LATENT_FAMILIES,
     "qk_norm": ("qwen2",),
@@ -197,6 +200,13 @@ def has_other_theta(model: Model) -> bool:
     return full is None or sliding is None or (not is_said and given != OLMO3_THETA)
 
 
+def has_ropes_by_layer(model: Model) -> bool:
+    """Whether it is known of each layer if it has a rotary embedding; transformers ignores what comes after the last one."""
+    given = model.get("no_rope_layers")
+    is_known = given is None or all(type(each) is int and each in (0, 1) for each in given)
+    return is_known and (given is None or len(given) >= model.shape.num_hidden_layers)
+
+
 def every_second(model: Model) -> list[str]:
     return [FULL if number % 2 else SLIDING for number in range(model.shape.num_hidden_layers)]
 
@@ -227,16 +237,17 @@ RULES = (
     Rule("head_dim", lambda m: m.head_dim * m.shape.num_attention_heads != m.shape.hidden_size,
          "vLLM takes hidden_size / num_attention_heads", (*QWEN2, OLMO3)),
     Rule("head_dim", lambda m: m.fields.get("head_dim", m.head_dim) is None, "transformers computes with the null of config.json",
-         (OLMO3,), "leave it out of config.json"),
+         (OLMO3, SMOLLM3), "leave it out of config.json"),
     Rule("hidden_act", lambda m: m.get("hidden_act", "silu") != "silu", "the engine has silu only"),
     Rule("attention_bias", lambda m: m.get("attention_bias") and m.family not in WITH_BIAS, "the engine has none"),
     Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
     Rule("pad_token_id", lambda m: not -m.shape.vocab_size <= (m.get("pad_token_id") or 0) < m.shape.vocab_size,
          "transformers needs one below vocab_size", remedy="write null, or the number of a token, into config.json"),
     Rule("is_causal", lambda m: not m.get("is_causal", True), "the engine's attention is causal"),
-    *(Rule(name, lambda m, name=name: m.get(name), "only vLLM reads it", families)  # type: ignore[misc]
+    *(Rule(name, lambda m, name=name: m.get(name) is not None and m.get(name) is not False, "only vLLM reads it", families)  # type: ignore[misc]
       for name, families in VLLM_ALONE.items()),
-    Rule("logit_scale", lambda m: m.get("logit_scale", 1) != 1, "only vLLM reads it", ("llama", "mistral")),
+    Rule("logit_scale", lambda m: m.get("logit_scale", 1) != 1, "only vLLM reads it",
+         ("llama", "mistral", *OF_TRANSFORMERS)),
     Rule("quantization_config", lambda m: m.get("quantization_config") and not is_mxfp4(m),
          "the engine reads no quantised weights", remedy=CONVERT),
     Rule("compression_config", lambda m: m.get("compression_config"), "the engine reads no quantised weights", remedy=CONVERT),
@@ -251,7 +262,11 @@ RULES = (
     Rule("rope_theta", has_other_theta, f"for layers with a window transformers takes {OLMO3_THETA}", (OLMO3,), WRITE_ROPES),
     Rule("rope_scaling", lambda m: m.get("rope_scaling") and "rope_type" not in m.get("rope_scaling"),
          "transformers reads no type here, a rope_type is expected", (OLMO3,), WRITE_ROPES),
+    Rule("no_rope_layers", lambda m: not has_ropes_by_layer(m), "null, or a 0 or 1 for each layer is expected", (SMOLLM3,)),
+    Rule("no_rope_layer_interval", lambda m: not is_whole(m, "no_rope_layer_interval", 1),
+         "a whole number of at least 1 is expected", (SMOLLM3,)),
     # windows
+    Rule("use_sliding_window", lambda m: m.get("use_sliding_window"), "the engine has none in this family's layers", (SMOLLM3,)),
     Rule("sliding_window", lambda m: m.get("sliding_window") is not None and not is_whole(m, "sliding_window", 0),
          "a whole number of at least 0 is expected"),
     Rule("max_window_layers", lambda m: not is_whole(m, "max_window_layers", 0), "a whole number of at least 0 is expected"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from bridge.layout.manifest import TensorSpec, read_folder_manifest
 from engine.attention.windows import DELTA_NET, layer_types
-from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, GEMMA, GPT_OSS, OLMO3
+from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, GEMMA, GPT_OSS, OLMO3, SMOLLM3
 from megasync.config.errors import ConfigError, some
 from megasync.models.model_shape import ModelShape
 from model_folder.files import Entry, read_header, weight_files
@@ -45,10 +45,10 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     own = places({key: spec.shape for key, spec in keys.items()}, layout)
     shapes = {name: place.shape for name, place in own.items()}
     check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, layout))
-    if _is_tied(shape, fields) and TIED_HEAD in own:
+    if is_tied(shape, fields) and TIED_HEAD in own:
         _check_head(folder, own[EMBEDDINGS].key, own[TIED_HEAD].key)
     expected = [name for name in expected_tensors(shape, fields) if name in own]
-    needed = [own[name].key for name in expected if not (name == TIED_HEAD and _is_tied(shape, fields))]
+    needed = [own[name].key for name in expected if not (name == TIED_HEAD and is_tied(shape, fields))]
     if index and (unnamed := [key for key in needed if key not in index]):
         message = f"{folder / INDEX}: leaves out {len(unnamed)} tensors that its files hold"
         raise ConfigError(message, left_out=some(unnamed), remedy=f"take weights and index of one download: {DOWNLOAD}")
@@ -111,8 +111,8 @@ def check_held(
 ) -> None:
     """The same of tensors by their own names (model_folder/layout.py) and shapes, from `place`; `key_of`: names there."""
     expected = expected_tensors(shape, fields)
-    is_tied = _is_tied(shape, fields)
-    if missing := [name for name in expected if name not in held and not (is_tied and name == TIED_HEAD)]:
+    tied = is_tied(shape, fields)
+    if missing := [name for name in expected if name not in held and not (tied and name == TIED_HEAD)]:
         message = f"{place}: the weights lack {len(missing)} of the tensors that config.json asks for"
         raise ConfigError(message, missing=some(map(key_of, missing)), remedy=remedy)
     for name, size in expected.items():
@@ -125,9 +125,9 @@ def check_held(
         raise ConfigError(message, tensors=some(unknown), remedy=remedy)
 
 
-def _is_tied(shape: ModelShape, fields: Mapping[str, Any]) -> bool:
-    """Whether the output layer is the embeddings; of Gemma it is where config.json says nothing."""
-    return bool(fields.get("tie_word_embeddings", shape.model_type == GEMMA))
+def is_tied(shape: ModelShape, fields: Mapping[str, Any]) -> bool:
+    """Whether the output layer is the embeddings; of Gemma and SmolLM3 it is where config.json says nothing."""
+    return bool(fields.get("tie_word_embeddings", shape.model_type in (GEMMA, SMOLLM3)))
 
 
 def read_index(folder: Path) -> dict[str, str]:

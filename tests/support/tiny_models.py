@@ -65,6 +65,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from engine.config import DELTA_NET_FAMILIES
@@ -91,6 +93,7 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 WITH_VISION: dict[str, tuple[str, Any, Any]] = {  # the language model's family, and classes
     "gemma3": ("gemma3_text", Gemma3Config, Gemma3ForConditionalGeneration),

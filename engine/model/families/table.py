@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, GEMMA, GPT_OSS, OLMO3
+from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, GEMMA, GPT_OSS, OLMO3, PREDICTORS, SMOLLM3
 from engine.model.families import gemma, gpt_oss, kimi_k2, olmo3, qwen3_5
 from engine.model.families import qwen3_next  # noqa: F401 - it registers a bridge
 from engine.runtime import workarounds
 
-PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: layers of multi-token prediction after the others
 # families that mbridge does not list: with another's layers and names
-BRIDGE_OF = {"mistral": "llama", "seed_oss": "qwen2", **dict.fromkeys((GEMMA, OLMO3), "qwen3")}
+BRIDGE_OF = {"mistral": "llama", SMOLLM3: "llama", "seed_oss": "qwen2", **dict.fromkeys((GEMMA, OLMO3), "qwen3")}
 BRIDGE_OF |= dict.fromkeys(("glm4_moe_lite", kimi_k2.NAME), "deepseek_v3")
 NAMES = dict.fromkeys((GEMMA, OLMO3), gemma.NAMES)  # or most of them: what to add to its tables
 # families with layers of their own

@@ -105,6 +105,7 @@ def test_what_filters_leave_is_that_of_the_model(pool, models: list[PreTrainedMo
             assert abs(float(row[int(token)] - row[kept.long()].logsumexp(0)) - log_prob) < 1e-4
 
 
+@pytest.mark.long
 def test_samples_are_distributed_as_those_of_the_model(pool, models: list[PreTrainedModel]) -> None:
     """The first two tokens; with speculation the second one comes from a verified draft or its correction."""
     pool.take_speculation()
@@ -151,7 +152,7 @@ def test_running_samples_continue_under_the_weights_of_a_sync(
                   for folder in folders]  # fmt: skip
     timer = threading.Timer(0.3, lambda: found.append(publishers[1].publish(1)))
     timer.start()
-    done = generate(pool, 16, max_new_tokens=200)
+    done = generate(pool, 16, max_new_tokens=100)
     timer.join()
     publishers[1].close()
     versions = {int(version) for completion in done for version in completion.weight_versions}

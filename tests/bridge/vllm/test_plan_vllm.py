@@ -28,7 +28,7 @@ pytestmark = pytest.mark.vllm_on_cpu
 FAMILIES = {"deepseek_v3": False, "glm4_moe_lite": False, "kimi_k2": False, "gpt_oss": False, "glm4_moe": False}
 FAMILIES |= {"qwen2_moe": False, "qwen3_moe": False, "qwen3_5_moe_text": False, "qwen3_next": False}
 FAMILIES |= {"qwen2": False, "qwen3": True, "mistral": False, "gemma3_text": True, "qwen3_5_text": True, "seed_oss": False}
-FAMILIES |= {"olmo3": False}
+FAMILIES |= {"olmo3": False, "smollm3": True}
 WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 CHANGES: dict[str, dict[str, Any]] = {  # windows in all layers
     **dict.fromkeys(LATENT_FAMILIES, SERVED),
@@ -72,7 +72,7 @@ def test_every_parameter_of_unquantised_models_is_planned(tmp_path: Path, tensor
             assert result["num_parameters"] > 20
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_quantised_weights_are_planned_and_read_back_bit_for_bit(tmp_path: Path, tensor_parallel: int) -> None:
     families = {"mixtral": False, **FAMILIES}
     folders = {
