@@ -21,6 +21,7 @@ class RandomEngine(Engine):
 
     @staticmethod
     def build(mbridge: Any, _path: str | Path) -> list[torch.nn.Module]:
+        torch.default_generator.manual_seed(0)  # routers are drawn on the host, and every rank has the same
         return build.build_chunks(mbridge, None)
 
 

@@ -16,24 +16,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from engine.attention import context, delta_net, fused, latent, rope, windows
 from engine.batch import costs
 from engine.runtime import device
 from engine.moe import experts, router
 from engine.model import exact, head, recompute, stages, vocabulary
+from engine.model.load import OwnTensors, load_weights
 from engine.model.families import gemma, mxfp4, table as families
 from engine.attention.core import CoreAttention, RMSNorm
 from engine.batch.plan import Balance
 from engine.config import FAMILIES, LATENT_FAMILIES, EngineConfig, ModelConfig, ParallelConfig
 from engine.algorithm import AlgorithmConfig
-from model_folder.layout import VISION_LANGUAGE, own_fields, read_places
+from model_folder.layout import VISION_LANGUAGE, own_fields
 from engine.runtime.megatron import get_gpt_decoder_block_spec, get_transformer_layer_offset
 
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from mbridge.core.llm_bridge import LLMBridge
-from mbridge.core.safetensor_io import SafeTensorIO
 from transformers import AutoConfig
 
 NOT_USED = {
@@ -47,28 +46,6 @@ NOT_USED = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class _OwnTensors(SafeTensorIO):  # type: ignore[misc]
-    """A folder's tensors by their own names (model_folder/layout.py), only out of files that its index names."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._places = read_places(path)
-
-    def load_hf_weight_names(self) -> list[str]:
-        return list(self._places)
-
-    def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, torch.Tensor]:
-        """KeyError names a tensor that is not there."""
-        names_of: dict[Path, list[str]] = {}
-        for name in hf_weight_names:
-            names_of.setdefault(self._places[name][0], []).append(name)
-        found: dict[str, torch.Tensor] = {}
-        for path, names in names_of.items():
-            with safe_open(path, framework="pt") as file:
-                found |= {name: self._places[name][1].read(file) for name in names}
-        return found
-
-
 class _LocalSpec:
     """Mixed in before an mbridge bridge: the local layer spec in place of the TransformerEngine one."""
 
@@ -78,7 +55,9 @@ class _LocalSpec:
     recomputes_activation = keeps_inputs_on_host = is_exact = False
 
     def _get_safetensor_io(self, weights_path: str) -> Any:
-        return mxfp4.readable(_OwnTensors(Path(weights_path)))
+        return mxfp4.readable(OwnTensors(Path(weights_path)))
+
+    load_weights = load_weights
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
         self.has_vp_stage = True
@@ -173,8 +152,7 @@ def build_mbridge(
         sequence_parallel=engine.parallel.sequence,
         fp16=model.dtype == "float16",
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        # attention.py:917 then leaves the rotary embedding to CoreAttention
-        no_rope_freq=[1] * hf_config.num_hidden_layers if use_fused or model.exact else None,
+        no_rope_freq=rope.left_out(hf_config, by_core_attention=use_fused or model.exact),
         moe_router_bias_update_rate=algorithm.router_bias_update_rate if algorithm is not None else 0.0,
         **NOT_USED,
         **recompute.config_arguments(engine),

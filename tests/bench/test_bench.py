@@ -136,6 +136,11 @@ def test_experts_without_an_optimizer_change_and_are_exported(tmp_path: Path) ->
     assert result["state_bytes"] == 0
 
 
+def test_ranks_of_an_expert_group_draw_the_same_router(tmp_path: Path) -> None:
+    write_shapes(tmp_path, "tiny-moe", "float32", 64)
+    assert run_ranks(2, "tests.engine.engine_cases:random_experts_over_two_ranks", {"path": str(tmp_path)}) == [True, True]
+
+
 def test_peaks_are_those_of_the_kernel(tmp_path: Path) -> None:
     shared = Path("/dev/shm") / f"megasync-test-{os.getpid()}"
     try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bridge.export.source import whole_tensors
 from engine.checkpoint.hf_folder import Share, finish_folder, save_weights
@@ -16,6 +19,7 @@ from model_folder.layout import places, read_folder_layout
 from engine.model.build import gpt_model
 from engine.engine import Engine
 from engine.sample import Sample
+from mbridge.core.bridge import Bridge
 from tests.engine.engine_cases import engine, everywhere, exporter, hf_log_probs, log_probs, random_samples
 
 EMBEDDINGS, PADDING = "model.embed_tokens.weight", "padding"
@@ -172,3 +176,33 @@ def resumed_elsewhere(path: str, root: str, cases: list[tuple[dict[str, Any], di
 
 def _apart(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def state_dicts_of_a_load(path: str) -> tuple[int, int, list[str]]:
+    """How often the state of a model is collected while its folder is read by mbridge's own function and by ours, and the
+    parameters that differ."""
+    with engine(path) as built:
+        (chunk,) = built.chunks
+        model, bridge = gpt_model(chunk), built.mbridge
+        collect, loaded, counts = model.state_dict, {}, []
+        for name, load in (("mbridge", partial(Bridge.load_weights, bridge)), ("own", bridge.load_weights)):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(7.0)
+                model.state_dict = counted = Mock(side_effect=collect)
+                load([model], path)
+                del model.state_dict
+            counts.append(counted.call_count)
+            loaded[name] = {key: tensor.clone() for key, tensor in collect().items() if isinstance(tensor, torch.Tensor)}
+    differing = [key for key, tensor in loaded["own"].items() if not torch.equal(tensor, loaded["mbridge"][key])]
+    return counts[0], counts[1], differing
+
+
+def load_of_another_shape(path: str) -> str:
+    """The error where the folder's last norm has one number, which would fit by broadcasting."""
+    file = Path(path) / "model.safetensors"
+    with engine(path) as built:
+        save_file({**load_file(file), "model.norm.weight": torch.ones(1)}, file, {"format": "pt"})
+        with torch.no_grad(), pytest.raises(ValueError, match="shape") as caught:
+            built.mbridge.load_weights([gpt_model(built.chunks[0])], path)
+    return str(caught.value)

@@ -72,6 +72,8 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # family, tied, fields 
     "qwen3_vl, published": ("qwen3_vl", True, {}),
     "qwen3_vl, stages": ("qwen3_vl", False, {"rms_norm_eps": 1e-5}),
     "seed_oss": ("seed_oss", False, {"head_dim": 48}),
+    "smollm3": ("smollm3", True, {"no_rope_layers": [0, 1], "head_dim": 48}),
+    "smollm3, stages": ("smollm3", True, {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
     "qwen3_next, stages": ("qwen3_next", False, {"num_hidden_layers": 4}),
 }
 CORE_AND_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
@@ -118,13 +120,15 @@ TENSOR: dict[str, dict[str, Any]] = {  # how two ranks share each
     "qwen3_vl, published": {"context": 2},
     "qwen3_vl, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "recompute": "full"},
     "seed_oss": {"wrap": "megatron_fsdp", "tensor": 2, "sequence": True},
+    "smollm3": {"tensor": 2, "sequence": True},
+    "smollm3, stages": {"wrap": "megatron_fsdp", "pipeline": 2, "fusions": "all"},
     "qwen3_next, stages": {"wrap": "megatron_fsdp", "pipeline": 2},
     "qwen3": {"tensor": 2, "wrap": "megatron_fsdp", "fusions": "all"},
 }
 LONG = {  # whose families have others that go through the same code
     *("deepseek_v3, stages", "gemma3_text, stages", "glm4_moe_lite, expert", "gpt_oss, stages", "mixtral", "olmo3, tied"),
     *("olmo3, stages", "qwen2_5_vl, renamed", "qwen2_moe", "qwen3_5_text, tied", "qwen3_5_text, stages", "qwen3_5_moe_text"),
-    *("qwen3_vl, stages",),
+    *("qwen3_vl, stages", "gemma3, renamed", "gpt_oss, expert", "llama, linear"),
 }
 BIAS_RATE = 0.01
 ANYWHERE: dict[str, dict[str, Any]] = {  # on one rank, too

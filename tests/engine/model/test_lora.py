@@ -194,13 +194,13 @@ def test_export_equals_the_merge_of_peft(root: Path, model: str) -> None:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        ("qwen2_moe", ("linear_qkv", "linear_proj")),
+        pytest.param("qwen2_moe", ("linear_qkv", "linear_proj"), marks=pytest.mark.long),
         ("qwen2_moe", ("linear_fc1", "linear_fc2")),
         ("deepseek_v3", LATENT_TARGETS),
         ("glm4_moe_lite", (*LATENT_TARGETS, "linear_fc1", "linear_fc2")),
-        ("gpt_oss", ("linear_qkv", "linear_proj")),
+        pytest.param("gpt_oss", ("linear_qkv", "linear_proj"), marks=pytest.mark.long),
         ("qwen3_5_moe_text", (*DELTA_NET_TARGETS, "linear_qkv", "linear_fc1")),
-        ("qwen3_next", (*DELTA_NET_TARGETS, "linear_qkv", "linear_proj")),
+        pytest.param("qwen3_next", (*DELTA_NET_TARGETS, "linear_qkv", "linear_proj"), marks=pytest.mark.long),
     ],
 )
 def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targets: tuple[str, ...]) -> None:
@@ -215,15 +215,16 @@ def test_a_mixture_of_experts_is_merged_as_by_peft(root: Path, family: str, targ
     assert sorted(rank["names"]) == sorted([*adapted, *rank["unmoved"]])
 
 
-def test_a_thousand_merged_exports_drift_by_no_bit(root: Path) -> None:
+@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=pytest.mark.long)])
+def test_repeated_merged_exports_drift_by_no_bit(root: Path, times: int) -> None:
     from tests.engine.model.lora_cases import write_peft_adapter
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
-    small = str(write_tiny_model(root / "small", "qwen3", False, dtype=torch.bfloat16, **sizes))
-    adapter = str(write_peft_adapter(root / "small_adapter", small, shared=True))
+    small = str(write_tiny_model(root / f"small_{times}", "qwen3", False, dtype=torch.bfloat16, **sizes))
+    adapter = str(write_peft_adapter(root / f"small_adapter_{times}", small, shared=True))
     lora = {**LORA, "adapter_path": adapter}
     cases = [{"path": small, "lora": lora, "wrap": wrap, "dtype": "bfloat16"} for wrap in ("megatron_fsdp", "ddp")]
-    for result in run_ranks(1, "tests.engine.model.lora_cases:repeated_exports", {"cases": cases, "times": 1000})[0]:
+    for result in run_ranks(1, "tests.engine.model.lora_cases:repeated_exports", {"cases": cases, "times": times})[0]:
         assert result == {"changed": [], "drifted": [], "num_tensors": result["num_tensors"]}
         assert result["num_tensors"] == 14
 

@@ -169,6 +169,13 @@ def test_mbridge_still_leaves_tied_embeddings_out_of_mixtures() -> None:
     assert Qwen3MoEBridge._adjust_mapping_for_shared_weights is Bridge._adjust_mapping_for_shared_weights
 
 
+def test_mbridge_still_collects_the_state_for_each_parameter_and_ours_once(tmp_path: Path) -> None:
+    """engine/model/load.py:load_weights"""
+    path = str(write_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
+    for upstream, ours, differing in run_ranks(2, "tests.engine.model.family_cases:state_dicts_of_a_load", {"path": path}):
+        assert upstream > 20 and ours <= 2 and not differing
+
+
 def test_mbridge_still_lacks_a_norm_of_glm4_moe_and_megatron_core_takes_padding_off_along_experts() -> None:
     """engine/model/build.py:_bridge_class; engine/moe/router.py:Router._apply_expert_bias"""
     from mbridge.models.glm4moe import GLM4MoEBridge
