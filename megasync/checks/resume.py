@@ -11,10 +11,11 @@ from pathlib import Path
 from bridge.versions.file import VersionLogError, shapes_of
 from engine.peft.folder import check_peft_folder
 from engine.resume import check_files, instead, model_of, read_index
-from megasync.config.errors import ConfigError, refuse_if
+from megasync.config.errors import ConfigError, refuse_if, some
 from megasync.config.files import VERSIONS, newest_checkpoint, read_marker
 from megasync.config.schema import Config
-from megasync.models.folder import model_fields, model_shape, read_json_object
+from megasync.models.computed import different_fields
+from megasync.models.folder import check_model_config, model_fields, model_shape, read_json_object
 from megasync.models.tensors import check_held, own_shapes
 from megasync.rollouts.progress import load_progress
 from model_folder.layout import written_fields
@@ -72,6 +73,10 @@ def _check_model(config: Config, folder: Path) -> None:
     except ValueError as error:
         raise ConfigError(str(error), remedy=instead(folder)) from error
     check_held(folder, held, model_shape(base), written_fields(model_fields(base)), remedy)
+    check_model_config(weights)
+    differing = different_fields(base, weights)
+    problem = f"{folder}: model.path = {base} computes with other fields of config.json: {some(differing)}"
+    refuse_if(differing, problem, remedy=f"put back {base / 'config.json'} as it is in {weights}, or {remedy}")
 
 
 def _check_marked(config: Config) -> None:

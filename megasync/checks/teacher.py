@@ -23,12 +23,8 @@ from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config
 from megasync.config.teacher_section import START, TeacherConfig
 from megasync.data.tokenizer import vocabulary_difference
-from megasync.models.folder import check_model_folder, model_fields, model_shape
-
-# of config.json, beside the sizes: without the first ones a model computes with their null
-COMPUTED = ("rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings")
-NOT_COMPUTED = ("architectures", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id", "torch_dtype",
-                "transformers_version", "use_cache", "_name_or_path")  # fmt: skip
+from megasync.models.computed import different_fields
+from megasync.models.folder import check_model_folder, model_shape
 
 
 def teacher_errors(config: Config) -> Iterator[ConfigError]:
@@ -139,9 +135,7 @@ def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterato
         if config.teacher.tensor_parallel not in even_workers(shape):
             yield size_error(config, "teacher.tensor_parallel", uneven_problem(shape), even_workers(shape), folder)
         return
-    fields, others = (model_fields(path) for path in (own, folder))
-    shared = {name for name in fields.keys() & others.keys() if name not in NOT_COMPUTED}
-    different = sorted(name for name in {*shared, *COMPUTED} if (fields.get(name) or None) != (others.get(name) or None))
+    different = different_fields(own, folder)
     if different or shape != model_shape(own):
         problem = f"the trainer builds it as the policy, and its config.json differs in {some(different) or 'sizes'}"
         remedy = "write teacher.place=replicas, with teacher.objective=sampled or top_k"

@@ -128,6 +128,10 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_the_start(runnabl
     check_config(config, 2)
     write_model(newest / "hf", num_hidden_layers=3)
     assert f"{newest}: the weights lack " in cannot_run(runnable) and "run.name=NAME for another run" in cannot_run(runnable)
+    for name, value in {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}.items():
+        write_model(newest / "hf", **{name: value})
+        message = cannot_run(runnable)
+        assert message.startswith(f"{newest}: model.path = {config.model.path} computes with ") and name in message
     write_model(newest / "hf", model_type="llama")
     assert f"{newest}: holds a llama, and model.path = {config.model.path} is a qwen3" in cannot_run(runnable)
     write_model(newest / "hf")

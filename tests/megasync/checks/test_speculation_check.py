@@ -15,7 +15,7 @@ from bridge.vllm.serving.speculation import engine_arguments
 from engine.config import DELTA_NET_FAMILIES, FAMILIES, LATENT_FAMILIES
 from megasync.checks.check import check_config
 from megasync.checks.served_sizes import cache_bytes_per_token
-from megasync.checks.speculation import DRAFTS, speculation_errors
+from megasync.checks.speculation import DRAFT_FAMILIES, speculation_errors
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.models.folder import model_shape
@@ -132,7 +132,7 @@ def test_families(tmp_path: Path, folder: Path, family: str) -> None:
     assert bool(list(speculation_errors(given, model_shape(model)))) == (family in DELTA_NET_FAMILIES)
     given = load_config(folder / "config.yaml", [DRAFT, f"{KEY}.path={model}"])
     errors = map(str, speculation_errors(given, model_shape(folder / "model")))
-    assert any(f"draft models of {family}" in error for error in errors) == (family not in DRAFTS)
+    assert any(f"draft models of {family}" in error for error in errors) == (family not in DRAFT_FAMILIES)
 
 
 def test_vllm_takes_a_path_with_another_methods_name_for_that_method(tmp_path: Path, folder: Path) -> None:

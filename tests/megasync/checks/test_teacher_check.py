@@ -128,13 +128,39 @@ def test_a_folder_of_the_policys_shape_can_teach_in_the_trainer(runnable: Path, 
     write_teacher(tmp_path / "same", transformers_version="5.0", initializer_range=0.5)
     for overrides in (["teacher.objective=full"], ["teacher.objective=full", SFT], ["rollout.group_size=1"]):
         check_config(load_config(runnable, [f"teacher.path={tmp_path / 'same'}", "teacher.place=trainer", *overrides]), 2)
-    for name, value in {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}}.items():
+    write_teacher(tmp_path / "said", rms_norm_eps=1e-6, layer_types=["full_attention"] * 4, tie_word_embeddings=False)
+    check_config(load_config(runnable, [f"teacher.path={tmp_path / 'said'}", "teacher.place=trainer"]), 2)
+    others = {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}, "rms_norm_eps": 1e-3}
+    for name, value in others.items():  # of which the policy's config.json says all but the last
         folder = write_teacher(tmp_path / name, **{name: value})
         message = cannot_run(runnable, f"teacher.path={folder}", "teacher.place=trainer")
         assert message.startswith(f"teacher.path = {folder}: ") and name in message
         assert "teacher.place=replicas" in message
     larger = write_teacher(tmp_path / "larger", num_hidden_layers=8)
     check_config(load_config(runnable, [f"teacher.path={larger}"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("smollm3", "no_rope_layers", [1, 1, 1, 1]),
+        ("smollm3", "no_rope_layer_interval", 2),
+        ("olmo3", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gemma3_text", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gemma3_text", "query_pre_attn_scalar", 24),
+    ],
+)
+def test_a_field_that_one_config_leaves_out_is_the_familys_default(
+    runnable: Path, tmp_path: Path, family: str, name: str, value: object
+) -> None:
+    """The trainer would compute the teacher with the policy's."""
+    own = {"model_type": family, "rope_parameters": None}
+    build_tokenizer().save_pretrained(write_model(runnable.parent / "model", **own))
+    for folder, more in ((tmp_path / "same", {}), (tmp_path / "other", {name: value})):
+        write_teacher(folder, **own, **more)
+    check_config(load_config(runnable, [f"teacher.path={tmp_path / 'same'}", "teacher.place=trainer"]), 2)
+    message = cannot_run(runnable, f"teacher.path={tmp_path / 'other'}", "teacher.place=trainer")
+    assert message.startswith(f"teacher.path = {tmp_path / 'other'}: ") and name.replace("_layer_interval", "_layers") in message
 
 
 def test_another_tokenizer_is_refused_by_its_first_difference(runnable: Path, tmp_path: Path) -> None:
