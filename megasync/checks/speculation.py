@@ -19,7 +19,7 @@ KEY, METHOD, PATH = "rollout.speculation", "rollout.speculation.method", "rollou
 NONE = f"write {METHOD}=none"
 # vLLM takes folders of some families for heads of multi-token prediction (config/speculative.py:hf_config_override), and asserts
 # that all layers of a draft model keep their keys in one group (v1/spec_decode/llm_base_proposer.py), so that windows are alike
-DRAFTS = tuple(name for name in FAMILIES if name not in (*DELTA_NET_FAMILIES, *BIASED_ROUTERS, *BY_LAYER_TYPE, GPT_OSS))
+DRAFT_FAMILIES = tuple(name for name in FAMILIES if name not in (*DELTA_NET_FAMILIES, *BIASED_ROUTERS, *BY_LAYER_TYPE, GPT_OSS))
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM 0.26 selects another method for a path with one of these words
 
 
@@ -72,9 +72,9 @@ def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     elif difference := _difference(Path(config.model.path), folder):
         problem = f"its tokenizer is another one than that of model.path, so that its drafts are rejected: {difference}"
         yield wrong(config, PATH, problem, remedy="name a draft model with the model's tokenizer")
-    if draft.model_type not in DRAFTS:
+    if draft.model_type not in DRAFT_FAMILIES:
         problem = f"vLLM has no draft models of {draft.model_type}"
-        yield wrong(config, PATH, problem, choices=", ".join(DRAFTS), remedy="name a model of one of these families")
+        yield wrong(config, PATH, problem, choices=", ".join(DRAFT_FAMILIES), remedy="name a model of one of these families")
     if word := next((word for word in OTHER_METHODS if word in os.path.realpath(folder).lower()), ""):
         problem = f"vLLM takes a path with {word!r} for a draft of another kind"
         yield wrong(config, PATH, problem, remedy="name a folder, and folders above it, without this word")

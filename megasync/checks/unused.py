@@ -100,6 +100,7 @@ NOTED: tuple[tuple[Sequence[str], Callable[[Config], object], str], ...] = (
         "checkpoint.every_steps = 0 writes no checkpoint",
     ),
 )
+DEFAULTS = Config()
 
 
 def unused_errors(config: Config) -> Iterator[ConfigError]:
@@ -110,7 +111,7 @@ def unused_errors(config: Config) -> Iterator[ConfigError]:
             continue
         for key in _given(config, keys):
             is_of_preset = key.removeprefix("algorithm.") in PRESETS.get(config.algorithm.preset, {})
-            leave_out = f"{key}={shown_value(attrgetter(key)(Config()))}" if is_of_preset else f"leave {key} out"
+            leave_out = f"{key}={shown_value(attrgetter(key)(DEFAULTS))}" if is_of_preset else f"leave {key} out"
             lines = {
                 "needs": ", ".join(map(shown_value, values)),
                 "remedy": f"write {owner}={shown_value(values[0])}, or {leave_out}",
@@ -143,5 +144,4 @@ def unused_keys(config: Config) -> list[str]:
 
 
 def _given(config: Config, keys: Sequence[str]) -> Iterator[str]:
-    defaults = Config()
-    return (key for key in keys if attrgetter(key)(config) != attrgetter(key)(defaults))
+    return (key for key in keys if attrgetter(key)(config) != attrgetter(key)(DEFAULTS))

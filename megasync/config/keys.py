@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,7 +22,8 @@ ANY_NAME = "NAME"  # placeholder for a name that the user chooses, as in data.ev
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # attributes of annotated_types' constraints
 
 
-def all_keys(root: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+@cache
+def all_keys(root: type[BaseModel], prefix: str = "") -> Mapping[str, FieldInfo]:
     """The field of every key by its full name, in order; each section comes before its keys."""
     keys: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():

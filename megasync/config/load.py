@@ -12,6 +12,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megasync.config.schema import Config
 # Integers of YAML 1.1 that few people mean: octal, binary, base 60, as 010, 0b11, 12:30.
 OTHER_BASE = re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]*[1-7][0-7_]*|[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?)")
 
+INTERPOLATED = re.compile(r"\$\{|'\?\?\?'")  # or OmegaConf's text for a missing value
 COMMAND_LINE = "the command line"
 # mappings whose keys are names that the user chooses, and whose values are not free
 NAMED = {tuple(key.split(".")) for key, field in all_keys(Config).items() if takes_names(field) and not has_free_values(field)}
@@ -44,7 +46,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[Root
     Raises:
         ConfigError: with all errors of files, keys and values.
     """
-    errors, given = ErrorCollector(), list[tuple[list[str], Any, str]]()  # a path, a value, its source
+    errors, given = ErrorCollector(), list[tuple[Sequence[str], Any, str]]()  # a path, a value, its source
     for source, mapping in _read_layers(Path(path), ()):
         given += [([str(name)], value, source) for name, value in mapping.items()]
     for override in overrides:
@@ -175,7 +177,8 @@ def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
     return key.split("."), nested
 
 
-def _empty_values(root: type[Config]) -> dict[str, Any]:
+@cache
+def _empty_values(root: type[Config]) -> Mapping[str, Any]:
     """What null means, by the full names of keys that take an empty list or a mapping of names."""
     empty = dict[str, Any]()
     for key, field in all_keys(root).items():
@@ -188,49 +191,42 @@ def _empty_values(root: type[Config]) -> dict[str, Any]:
 
 
 def _laid_over(
-    nested: dict[str, Any], given: Sequence[tuple[list[str], Any, str]], empty: Mapping[str, Any]
+    nested: dict[str, Any], given: Sequence[tuple[Sequence[str], Any, str]], empty: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Sources]:
-    """Writes each (path, value, source) into `nested`, later ones over earlier ones; returns it and the source of each value."""
-    sources = Sources()
-    for (*above, name), value, source in given:
-        into = nested
+    """Writes each (path, value, source) into `nested`, later ones over earlier ones; returns it and the source of each value.
+
+    Mappings are merged key by key, any other value is replaced; an empty section changes nothing. A mapping of NAMED keeps only
+    the names that its value gives. null becomes the value of `empty`, by full names of keys.
+    """
+    sources, left = Sources(), [*reversed(given)]
+    while left:
+        (*above, name), value, source = left.pop()
+        into, path = nested, (*above, name)
         for depth, part in enumerate(above, 1):
+            part = _own_name(into, part)
             if not isinstance(into.get(part), dict):
-                into[part], sources[tuple(above[:depth])] = {}, source
+                into[part], sources[path[:depth]] = {}, source
             into = into[part]
-        _put(into, name, value, tuple(above), source, sources, empty)
+        name = _own_name(into, name)
+        key, old = ".".join(with_any_name(empty, path)), into.get(name)
+        is_new = isinstance(value, Mapping) and not isinstance(old, dict) and all(type(each) in (str, int) for each in value)
+        if is_new and any(each.startswith(f"{key}.") for each in empty):  # a new name, whose keys may be null
+            into[name], sources[path] = {}, source
+            old = into[name]
+        if isinstance(old, dict) and isinstance(value, Mapping):
+            for left_out in old.keys() - map(str, value) if path in NAMED else ():
+                del old[left_out]
+            left += [((*path, str(inner)), value[inner], source) for inner in [*value][::-1]]
+        elif value is None and key in empty:
+            into[name], sources[path] = copy.copy(empty[key]), source
+        elif value is not None or not isinstance(old, dict) or path in NAMED:
+            into[name], sources[path] = _with_text_names(value) if isinstance(old, str) else value, source
     return nested, sources
 
 
-def _put(
-    into: dict[str, Any],
-    name: str,
-    value: Any,
-    above: tuple[str, ...],
-    source: str,
-    sources: Sources,
-    empty: Mapping[str, Any],
-) -> None:
-    """Mappings are merged key by key, any other value is replaced; an empty section changes nothing.
-
-    A mapping of NAMED keeps only the names that `value` gives. null becomes the value of `empty`, by full names of keys.
-    """
-    path, old = (*above, name), into.get(name)
-    key = ".".join(with_any_name(empty, path))
-    is_new = isinstance(value, Mapping) and not isinstance(old, dict) and all(type(each) in (str, int) for each in value)
-    if is_new and any(each.startswith(f"{key}.") for each in empty):
-        into[name] = old = {}  # a new name, whose keys may be null
-        sources[path] = source
-    if isinstance(old, dict) and isinstance(value, Mapping):
-        names = {str(each) for each in value}
-        for left_out in [each for each in old if each not in names] if path in NAMED else ():
-            del old[left_out]
-        for raw_name, inner in value.items():
-            _put(old, str(raw_name), inner, path, source, sources, empty)
-    elif value is None and key in empty:
-        into[name], sources[path] = copy.copy(empty[key]), source
-    elif value is not None or not isinstance(old, dict) or path in NAMED:
-        into[name], sources[path] = _with_text_names(value) if isinstance(old, str) else value, source
+def _own_name(mapping: Mapping[Any, Any], name: str) -> Any:
+    """The name as the mapping has it: in YAML's free mappings it can be a number."""
+    return name if name in mapping else next((each for each in mapping if str(each) == name), name)
 
 
 def _with_text_names(value: Any) -> Any:
@@ -241,7 +237,9 @@ def _with_text_names(value: Any) -> Any:
 
 
 def _interpolate(nested: dict[str, Any], sources: Sources) -> Any:
-    """The mapping with every `${...}` replaced by its value."""
+    """The mapping with every `${...}` replaced by its value. OmegaConf needs 50 ms for it; most configs have none."""
+    if not INTERPOLATED.search(repr(nested)):
+        return nested
     try:
         return OmegaConf.to_container(OmegaConf.create(nested), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

@@ -38,9 +38,9 @@ def import_named(path: str, headline: str) -> tuple[ModuleType, Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        is_not_found = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         remedy = f"correct the module, or install the packages it imports, until `python -c 'import {module_name}'` works"
-        if is_missing:
+        if is_not_found:
             remedy = "start in the folder of the module, or set PYTHONPATH"
         if module_name.startswith("megasync.examples."):
             remedy = f"write {module_name.removeprefix('megasync.')}:{name}, and start in the folder of a clone of the repository"

@@ -162,8 +162,8 @@ def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bo
     completion: tuple[Message, ...] = ()
     if messages and messages[-1]["role"] == "assistant":
         messages, completion = answered(where, messages)
-    is_missing = keys.answer == ANSWER_KEY and is_supervised and messages and _field(row, keys.answer) is None
-    has_answer = keys.answer and not completion and not is_missing
+    has_no_answer = keys.answer == ANSWER_KEY and is_supervised and messages and _field(row, keys.answer) is None
+    has_answer = keys.answer and not completion and not has_no_answer
     answer = _value(place, row, keys.answer, f"{keys.section}.answer_key") if has_answer else ""
     if is_supervised and isinstance(answer, list):
         completion = as_messages(f"{place}: {keys.answer!r}", answer, may_answer=True, is_completion=True)

@@ -19,7 +19,7 @@ GIVEN_TIME = re.compile(  # behind a number, as in "45 miles from home at the en
     r"(\d.{0,200}) (?:after|in|of|over|during|for|within) (?:the|those|these|all) \d+"
     r" (?:second|minute|hour|day|week|month|year)s\b"
 )
-COMPARED = re.compile(  # behind a value, as in "9 apples, 5 more than his friend"
+COMPARISON = re.compile(  # behind a value, as in "9 apples, 5 more than his friend"
     r"(\d[^\n]{0,200}?)(?:,\s(?:which\s(?:is|are|was|were)\s)?\$?\d[\d,.]*%?(?:\s[\w-]+){0,2}?\s(?:more|less|[a-z]{2,}er)"
     r"(?:\s[\w-]+){0,2}?\sthan\b|[,，]比)[^\n。]*"
 )
@@ -91,7 +91,7 @@ def unmarked(text: str) -> str:
 
 def last_value(text: str, *, is_prose: bool = False) -> str:
     """The text itself where it is nothing but a value, else the last value in it."""
-    text = COMPARED.sub(r"\1", CLAUSE.sub("", unmarked(text)))
+    text = COMPARISON.sub(r"\1", CLAUSE.sub("", unmarked(text)))
     words = [word.lower() for word in WORD.findall(HIDDEN.sub(" ", text))]
     is_sentence = len(words) > 6 or not FUNCTION_WORDS.isdisjoint(words) or PREFACE.match(text) or CJK_SENTENCE.search(text)
     is_prose = (is_prose and MATH.search(text) is not None) or "\n" in text or bool(is_sentence)

@@ -90,6 +90,12 @@ def test_engine_overrides_are_free_and_merge(tmp_path: Path) -> None:
     assert overrides == {"bucket_size": 1000, "overlap_grad_reduce": True, "x": 1e-6}
 
 
+def test_an_override_names_a_number_of_a_free_mapping(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("rollout: {engine_arguments: {a: {1: x, b: {2: y}}}}")
+    found = load_config(tmp_path / "a.yaml", ["rollout.engine_arguments.a.1=z", "rollout.engine_arguments.a.b.2=w"])
+    assert found.rollout.engine_arguments == {"a": {1: "z", "b": {2: "w"}}}
+
+
 def test_base_is_refined_from_the_files_own_folder(tmp_path: Path) -> None:
     write(tmp_path / "deep" / "base.yaml", "run: {name: base, steps: 7}\nengine: {wrap: ddp}")
     write(tmp_path / "deep" / "middle.yaml", "base: base.yaml\nrun: {seed: 3}")

@@ -67,12 +67,14 @@ def test_files_uploaded_to_a_cluster_are_complete(tmp_path: Path) -> None:
     assert {Path(name).parts[0] for name in NAMES} <= set(UPLOADED)
 
 
+@pytest.mark.long
 def test_an_installed_package_is_complete(installed: Path, tmp_path: Path) -> None:
     done = run(installed, "-c", LOOK, *NAMES, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(line.startswith(str(installed)) for line in done.stdout.splitlines())
 
 
+@pytest.mark.long
 def test_commands_that_need_a_clone_are_refused(installed: Path, tmp_path: Path) -> None:
     config = str(installed / "megasync/shipped/configs/quickstart.yaml")
     for command in (
