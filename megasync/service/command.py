@@ -11,9 +11,12 @@ same command goes on where the log ends.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 KEY = "MEGASYNC_API_KEY"
 SYNC_ATTEMPTS = 3
+PORT_SECONDS = 10.0  # by then the ranks of a killed launcher have ended
 # Keys that change the results of logged requests, which must be the same when these are done again.
 RESULT_KEYS = (
     *("run.seed", "run.deterministic", "model.path", "model.dtype", "model.exact", "engine.tokens_per_microbatch"),
@@ -84,6 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         num_ranks = given.nproc or default_num_ranks(config, len(visible_devices()))
         check_service(config, num_ranks)
         check_same(config, num_ranks)
+        check_port(config, given.port)
         check_ray(config)
     command = torchrun(num_ranks, "megasync.service.command", given.config, *given.overrides, "--port", str(given.port))
     command[3:3] = ["--max-restarts", str(given.max_restarts)]
@@ -105,6 +110,25 @@ def check_service(config: Config, num_ranks: int) -> None:
     refuse(_unserved(config))
     if config.service.host not in LOOPBACK and not os.environ.get(KEY):
         raise wrong(config, "service.host", f"others could connect, and {KEY} is not set", remedy=f"set {KEY} in the environment")
+
+
+def check_port(config: Config, port: int) -> None:
+    """ConfigError where nothing can listen there; for the launcher, since ranks that start again have to get their port back.
+
+    Waits PORT_SECONDS for a port in use: ranks of a service that was killed end a moment later.
+    """
+    host, deadline = config.service.host, time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                socket.create_server(address[:2], family=family).close()
+        except OSError as error:  # also a name without address
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            message = f"port = {port}: cannot listen at service.host = {host}: {error.strerror}"
+            raise ConfigError(message, remedy="write --port N with another one, or 0 for any that is free") from error
+        return
 
 
 def check_same(config: Config, num_ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.config.schema import Config
 from megasync.launch.num_ranks import default_num_ranks
-from megasync.service.command import KEY, check_same, check_service, main
+from megasync.service.command import KEY, check_port, check_same, check_service, main
 from megasync.service.journal import LOG_FILE
 
 
@@ -137,6 +138,31 @@ def test_numbers_out_of_range_are_no_options(tmp_path: Path, option: str) -> Non
     with pytest.raises(SystemExit) as caught:
         main([str(tmp_path / "none.yaml"), option])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_port_in_use_is_refused(model: str, tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher; a rank that starts again must not be kept from it."""
+    monkeypatch.setattr("megasync.service.command.PORT_SECONDS", 0.0)
+    given = config(model, tmp_path, service={"host": host})
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            check_port(given, port)
+        file = tmp_path / "serve.yaml"
+        file.write_text(yaml.safe_dump(given.model_dump(mode="json", exclude_defaults=True)))
+        with pytest.raises(SystemExit) as ended:
+            main([str(file), "--port", str(port), "--nproc", "1"])
+    assert (caught.value.key, ended.value.code) == ("port", 2)
+    check_port(given, port)
+    check_port(given, 0)
+
+
+def test_a_host_of_another_machine_is_refused(model: str, tmp_path: Path) -> None:
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(ConfigError):
+            check_port(config(model, tmp_path, service={"host": host}), 0)
 
 
 def test_other_networks_need_a_key(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
