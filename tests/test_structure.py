@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_imports_go_one_way(package: str) -> None:
     assert not {file: names for file, names in wrong.items() if names}
 
 
+@cache
 def imported_modules(file: Path, *, types: bool = False) -> set[str]:
     """Dotted names of the modules of ours that a file imports when run, also within functions; `types`: those for types too."""
     tree = ast.parse(file.read_text())
@@ -104,6 +106,7 @@ def imported_modules(file: Path, *, types: bool = False) -> set[str]:
     return {name for name in names if name.partition(".")[0] in PACKAGES}
 
 
+@cache
 def module_path(name: str) -> Path | None:
     path = ROOT / name.replace(".", "/")
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.equivalence.measure import leave_groups
 from bridge.export.source import whole_tensors
 from engine.config import LORA_TARGETS, EngineConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from engine.algorithm import AlgorithmConfig
-from engine import shared
 from engine.adapters import AdapterSpec, RefusedError
-from engine.driven import AdamParameters, Datum, Driven, Passed, PassRequest, response_datum
+from engine.driven import AdamParameters, Datum, Driven, response_datum
 from engine.engine import Engine
-from engine.model import lora_linears
-from engine.objective.token_losses import TOKEN_LOSSES
 from engine.peft import factors
-from engine.peft.folder import PREFIX
 from engine.runtime import parallel
 from engine.sample import Sample
 from megasync.run.weights import build_exporter
 from tests.engine.engine_cases import random_samples
 from tests.engine.model.lora_cases import peft_log_probs, worst_difference
 
-LOSSES = tuple(TOKEN_LOSSES)
+
 ADAM = AdamParameters(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
 ALPHA, RANK = 16.0, 8
 
@@ -85,144 +76,6 @@ def adapter_of(driven: Driven, name: str) -> dict[str, torch.Tensor]:
     return {key: tensor for part in parts for key, tensor in part.items()}
 
 
-class Reference:
-    """The same in plain torch on transformers: fused linears share their A, as they do in the engine."""
-
-    def __init__(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        self.model.requires_grad_(not rank)
-        self.model.get_input_embeddings().padding_idx = None  # else the padding token's row gets no gradient
-        self.parameters: dict[str, torch.nn.Parameter] = {}
-        shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-        for key in tensors:
-            linear = key.removeprefix(PREFIX).rpartition(".lora_")[0]
-            if key.endswith("lora_A.weight"):
-                _, _, last = linear.rpartition(".")
-                owner = key.replace(last, shared.get(last, last))
-                if owner not in self.parameters:
-                    self.parameters[owner] = torch.nn.Parameter(tensors[owner].clone())
-                b_key = key.replace("lora_A", "lora_B")
-                self.parameters[b_key] = torch.nn.Parameter(tensors[b_key].clone())
-                self._adapt(self.model.get_submodule(linear), self.parameters[owner], self.parameters[b_key], ALPHA / rank)
-        if not rank:  # all parameters are trained; those of one dimension do not decay
-            self.parameters = dict(self.model.named_parameters())
-        groups = [{"params": [each for each in self.parameters.values() if each.dim() > 1]}]
-        groups += [{"params": [each for each in self.parameters.values() if each.dim() == 1], "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=ADAM.learning_rate,
-            betas=(ADAM.beta1, ADAM.beta2),
-            eps=ADAM.eps,
-            weight_decay=ADAM.weight_decay,
-        )
-
-    @staticmethod
-    def _adapt(module: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        plain = module.forward
-        module.forward = lambda x: plain(x) + scale * F.linear(F.linear(x, a), b)  # type: ignore[method-assign]
-
-    def pass_(self, data: list[Datum], name: str, options: dict[str, float]) -> tuple[list[torch.Tensor], float]:
-        total, found = torch.zeros(()), []
-        for each in data:
-            logits = self.model(torch.from_numpy(each.tokens).long()[None]).logits[0]
-            p = logits.log_softmax(-1).gather(1, torch.from_numpy(each.targets)[:, None])[:, 0]
-            v = {key: torch.from_numpy(value) for key, value in each.values.items()}
-            found.append(p.detach())
-            total = total + loss_by_hand(name, p, v, options)
-        total.backward()
-        return found, float(total)
-
-    def step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), ADAM.grad_clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(norm)
-
-
-def loss_by_hand(name: str, p: torch.Tensor, v: dict[str, torch.Tensor], options: dict[str, float]) -> torch.Tensor:
-    if name == "cross_entropy":
-        return -(p * v["weights"]).sum()
-    ratio, a = (p - v["logprobs"]).exp(), v["advantages"]
-    if name == "importance_sampling":
-        return -(ratio * a).sum()
-    if name == "gspo":
-        kept = v["sequence_ratio_mask"] != 0
-        mean = (p.detach() - v["logprobs"])[kept].mean() if kept.any() else torch.zeros(())
-        ratio = (mean + p - p.detach()).exp()
-    low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
-    if name in ("ppo", "gspo"):
-        return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
-    if name == "cispo":
-        return -(ratio.detach().clamp(low, high) * p * a).sum()
-    return -(p * a - 0.5 * options.get("beta", 0.05) * (p - v["logprobs"]) ** 2).sum()
-
-
-@leaves_groups
-def against_torch(
-    path: str, rank: int, parallel: dict[str, int], targets: Sequence[str] = LORA_TARGETS, **options: Any
-) -> dict[str, dict[str, float]]:
-    """For each loss the largest relative differences, over two optimizer steps of two accumulated passes each."""
-    driven, found = build(path, parallel=parallel, targets=targets, **options), {}
-    for number, loss in enumerate(LOSSES):
-        driven.adapters.create(loss, AdapterSpec(rank=rank, seed=number))
-        reference = Reference(path, adapter_of(driven, loss), rank)
-        options = {"clip_low_threshold": 0.7} if loss == "ppo" else {}
-        worst = dict.fromkeys(("log_probs", "loss", "norm", "weights"), 0.0)
-        for step in range(2):
-            for part in range(2):
-                data = make_data(100 * number + 10 * step + part)
-                passed = driven.forward_backward(loss, data, loss, options)
-                log_probs, total = reference.pass_(data, loss, options)
-                for own, other in zip(passed.log_probs, log_probs, strict=True):
-                    worst["log_probs"] = max(worst["log_probs"], difference(torch.from_numpy(own), other))
-                worst["loss"] = max(worst["loss"], abs(passed.loss - total) / max(1.0, abs(total)))
-            driven.forward_backward(loss, data, loss, options, has_gradients=False)  # leaves shards gathered
-            norm, other_norm = driven.optim_step(loss, ADAM), reference.step()
-            worst["norm"] = max(worst["norm"], abs(norm - other_norm) / other_norm)
-        tensors = adapter_of(driven, loss)
-        for key, parameter in reference.parameters.items():
-            worst["weights"] = max(worst["weights"], difference(tensors[key], parameter.detach()))
-        found[loss] = worst
-    return found
-
-
-@leaves_groups
-def all_parameters(path: str, parallel: dict[str, int], **options: Any) -> dict[str, float | bool]:
-    """Against torch as above, in all parameters; and bits after a base model was shown, and of a state that was saved and loaded.
-
-    Weights are those of this rank's stage.
-    """
-    driven, name = build(path, rank=0, parallel=parallel, **options), "ppo"
-    base = whole(driven)
-    driven.adapters.create(name, AdapterSpec(rank=0))
-    reference = Reference(path, {}, 0)
-    worst = dict.fromkeys(("log_probs", "loss", "norm", "weights"), 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        for step in range(3):
-            data = make_data(step)
-            passed = driven.forward_backward(name, data, name, {})
-            log_probs, total = reference.pass_(data, name, {})
-            for own, other in zip(passed.log_probs, log_probs, strict=True):
-                worst["log_probs"] = max(worst["log_probs"], difference(torch.from_numpy(own), other))
-            worst["loss"] = max(worst["loss"], abs(passed.loss - total) / max(1.0, abs(total)))
-            driven.forward_backward(name, data, name, {}, has_gradients=False)  # leaves shards gathered
-            norm, other_norm = driven.optim_step(name, ADAM), reference.step()
-            worst["norm"] = max(worst["norm"], abs(norm - other_norm) / other_norm)
-        tensors, wanted = whole(driven), reference.model.state_dict()
-        worst["weights"] = max(difference(tensor, of_transformers(wanted, key)) for key, tensor in tensors.items())
-        driven.adapters.save(name, Path(folder))
-        sent = driven.adapters.factors(name)
-        after = train(driven, name, range(2))
-        driven.adapters.load(name, Path(folder), with_optimizer=True)
-        driven.adapters.show(None, {})
-        shown = same(whole(driven), base)
-        resumed = train(driven, name, range(2)) == after
-        driven.adapters.show(driven.adapters.specs[name], sent)
-        return {**worst, "base": shown, "resumed": resumed, "saved": same(whole(driven), tensors)}
-
-
 @leaves_groups
 def shown(path: str, parallel: dict[str, int], **options: Any) -> dict[str, bool]:
     """Whether adapters of several ranks, whose scales differ, leave one exporter as they leave one of their own."""
@@ -240,18 +93,6 @@ def whole(driven: Driven) -> dict[str, torch.Tensor]:
     """Copies of the tensors of this rank's stage, by the names of Hugging Face."""
     exporter = build_exporter(driven.engine, on_all_ranks=True)
     return {name: tensor.clone() for name, tensor in whole_tensors(exporter)}
-
-
-def of_transformers(tensors: dict[str, torch.Tensor], key: str) -> torch.Tensor:
-    """One tensor of a folder from the state of a model, which stacks experts."""
-    if key in tensors:
-        return tensors[key]
-    parent, _, kind = key.removesuffix(".weight").rpartition(".")
-    experts, _, number = parent.rpartition(".")
-    if kind == "down_proj":
-        return tensors[f"{experts}.down_proj"][int(number)]
-    gate, up = tensors[f"{experts}.gate_up_proj"][int(number)].chunk(2)
-    return gate if kind == "gate_proj" else up
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -373,96 +214,6 @@ def of_experts(path: str, folder: str, parallel: dict[str, int], **options: Any)
     save_file(found["end"], Path(folder) / "stage-000.safetensors")
     factors.finish_folder(Path(folder), driven.adapters.lora_config(driven.adapters.specs["mine"]), Path(path))
     return {**found, "peft": worst_difference(own, peft_log_probs(path, folder, samples))}
-
-
-@leaves_groups
-def together(path: str, losses: tuple[str, ...], **options: Any) -> dict[str, bool]:
-    """Whether adapters whose passes are one have the bits of each alone, also beside one whose loss is not finite."""
-    driven = build(path, **options)
-    broken = make_data(0, 2)
-    broken[0].values["weights"][:] = math.inf
-
-    def request(step: int, number: int) -> PassRequest:
-        """Of other data for each, of other lengths."""
-        is_broken = (step, number) == (2, 0)
-        return PassRequest(losses[number], broken if is_broken else make_data(10 * step + number, 1 + 3 * number), losses[number])
-
-    def in_turns(requests: Sequence[PassRequest]) -> list[Passed | RefusedError]:
-        return [found for each in requests for found in driven.share([each])]
-
-    def results(share: Callable[[Sequence[PassRequest]], list[Passed | RefusedError]]) -> list[list[Any]]:
-        """By adapter, the weights at the end, too."""
-        found: list[list[Any]] = [[] for _ in losses]
-        for number, name in enumerate(losses):
-            driven.adapters.create(name, AdapterSpec(rank=1 + number, train_mlp=number != 1, seed=number))
-        for step in range(4):
-            for own, passed in zip(found, share([request(step, number) for number in range(len(losses))]), strict=True):
-                own.append(str(passed) if isinstance(passed, RefusedError) else [passed.loss, *map(bytes, passed.log_probs)])
-            for own, name in zip(found, losses, strict=True):
-                own.append(driven.optim_step(name, ADAM) if step % 2 else None)
-        for own, name in zip(found, losses, strict=True):
-            own += [tensor.float().numpy().tobytes() for tensor in adapter_of(driven, name).values()]
-            driven.adapters.forget(name)
-        return found
-
-    turns, shared = results(in_turns), results(driven.share)
-    assert "is inf" in turns[0][4]
-    equal = dict(zip(losses, (own == other for own, other in zip(turns, shared, strict=True)), strict=True))
-    return {**equal, "shared": driven.shares}
-
-
-@leaves_groups
-def grouped(path: str) -> dict[str, Any]:
-    """The largest relative difference of log-probs and of gradients between adapters alone and in one pass whose products are
-    those of GPUs, and how many of these there were.
-    """
-    driven, names, products = build(path, tokens_per_microbatch=512), ("one", "two", "three"), list[bool]()
-    for number, name in enumerate(names):
-        driven.adapters.create(name, AdapterSpec(rank=2 + 3 * number, seed=number))
-        driven.share([PassRequest(name, make_data(9, 2), "cross_entropy")])
-        driven.optim_step(name, ADAM)  # B is not zero any more
-    requests = [PassRequest(name, make_data(number, 2 + number), "cross_entropy") for number, name in enumerate(names)]
-
-    def results(share: Callable[[Sequence[PassRequest]], list[Passed | RefusedError]]) -> list[torch.Tensor]:
-        found = []
-        for name, passed in zip(names, share(requests), strict=True):
-            assert isinstance(passed, Passed)
-            driven.adapters.activate(name)
-            found += [torch.from_numpy(np.concatenate(passed.log_probs)), *(each.clone() for each in driven.adapters.added())]
-            for each in driven.adapters.added():
-                each.zero_()
-        return found
-
-    alone = results(lambda given: [found for each in given for found in driven.share([each])])
-    of_groups = lora_linears.GroupedProduct.product
-
-    def counted(self: lora_linears.GroupedProduct, *given: Any, **named: Any) -> torch.Tensor:
-        products.append(True)
-        return of_groups(self, *given, **named)
-
-    fits = mock.patch.object(shared, "fits_grouped_product", return_value=True)
-    with fits, mock.patch.object(lora_linears.GroupedProduct, "product", counted):
-        together = results(driven.share)
-    return {"products": len(products), "difference": max(difference(a, b) for a, b in zip(alone, together, strict=True))}
-
-
-class UnstableProducts(TorchDispatchMode):
-    """Products of many rows differ in the last bit, on one rank."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and len(found) > 64 and dist.get_rank() == dist.get_world_size() - 1:
-            return torch.nextafter(found, torch.zeros(()))
-        return found
-
-
-@leaves_groups
-def unstable(path: str) -> dict[str, Any]:
-    """As `together` on a machine where the rows beside a row change its bits; and the lines that say so."""
-    lines = io.StringIO()
-    with UnstableProducts(), redirect_stderr(lines):
-        equal = together.__wrapped__(path, ("cross_entropy", "ppo"), tokens_per_microbatch=512)  # type: ignore[attr-defined]
-    return {**equal, "lines": len([line for line in lines.getvalue().splitlines() if "take turns" in line])}
 
 
 @leaves_groups

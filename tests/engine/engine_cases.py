@@ -263,6 +263,18 @@ def negated_export(path: str) -> dict[str, Any]:
     }
 
 
+def random_experts_over_two_ranks(path: str) -> bool:
+    """An engine of the bench whose ranks had other states of the host's generator, as on GPUs; that they are compared."""
+    from bench.common.random_engine import FrozenEngine
+
+    parallel.initialize(ParallelConfig(expert=2), seed=0)
+    torch.default_generator.manual_seed(dist.get_rank())
+    config = EngineConfig(wrap="ddp", parallel=ParallelConfig(expert=2))
+    FrozenEngine(ModelConfig(path=path, dtype="float32"), config, AlgorithmConfig(name="sft"), num_steps=1)  # compares them
+    leave_groups()
+    return True
+
+
 def log_probs(built: Engine, samples: list[Sample]) -> list[torch.Tensor]:
     """Of each sample's response tokens, by the code that training runs; on every rank."""
     return [values for (values,) in built._response_values(samples, built._log_probs(built.temperature))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from engine.sample import Sample
 from bridge.export.source import whole_tensors
 from tests.engine.engine_cases import engine, everywhere, exporter, log_probs, random_samples
 from tests.engine.model.lora_cases import save_adapter
-from tests.engine.moe.expert_cases import GRADIENT_STEP
 
 
 def old_log_prob_metrics(cases: list[dict[str, Any]], num_steps: int = 3) -> list[list[list[dict[str, float]]]]:
@@ -75,190 +73,6 @@ def first_ratios_with_dropout(cases: list[dict[str, Any]], num_steps: int = 2) -
     return results
 
 
-def far_samples(built: Engine, count: int, seed: int) -> list[Sample]:
-    """Samples of a policy near the engine's; the longer responses are cut off at 15 tokens."""
-    samples = random_samples(count, seed)
-    samples = [dataclasses.replace(s, response_ids=s.response_ids[:15], rollout_log_probs=()) for s in samples]
-    for index, values in enumerate(log_probs(built, samples)):
-        gaps = tuple(value + 0.3 * math.sin(7 * index + 0.5 * place) for place, value in enumerate(values.tolist()))
-        reason = "length" if len(gaps) == 15 else "stop"
-        samples[index] = dataclasses.replace(samples[index], rollout_log_probs=gaps, finish_reason=reason)
-    return samples
-
-
-def as_episodes(samples: list[Sample], given_log_prob: float) -> list[Sample]:
-    """In each group of four samples the first two are branches of one member; of longer responses a third is given tokens."""
-    found = []
-    for index, sample in enumerate(samples):
-        mask = np.arange(len(sample.response_ids)) % 3 != 1
-        log_probs, member = np.where(mask, sample.rollout_log_probs, given_log_prob), max(0, index % 4 - 1)
-        reward = samples[index - index % 4].reward if member == 0 else sample.reward
-        own = {"rollout_log_probs": log_probs, "is_sampled": mask, "member": member, "reward": reward}
-        found.append(dataclasses.replace(sample, **own))
-    return found
-
-
-def as_turns(samples: list[Sample]) -> list[Sample]:
-    """`as_episodes` in which each run of sampled tokens is a turn with a reward; a member's branches have turns by turns."""
-    draw, found = np.random.default_rng(3), list[Sample]()
-    for _, own in groupby(as_episodes(samples, 0.0), lambda sample: (sample.group, sample.member)):
-        branches = list(own)
-        masks = [each.is_sampled if len(each.is_sampled) else np.ones(len(each.response_ids), np.bool_) for each in branches]
-        edges = [np.flatnonzero(np.diff([False, *mask, False])).tolist() for mask in masks]
-        pairs = [(first, place, end) for place, own in enumerate(edges) for first, end in zip(own[::2], own[1::2], strict=True)]
-        turns, rewards = sorted(pairs), draw.normal(size=len(pairs))
-        returns = [math.fsum(rewards[turn:]) for turn in range(len(rewards))]
-        for place, branch in enumerate(branches):
-            spans = [(turn, first, end - first) for turn, (first, at, end) in enumerate(turns) if at == place]
-            found.append(dataclasses.replace(branch, reward=returns[0], turn_returns=returns, turn_spans=spans))
-    return found
-
-
-def turns_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Policy loss and largest difference of a gradient to transformers, by advantages of each token that plain loops give."""
-    from transformers import AutoModelForCausalLM
-
-    results, samples = [], as_turns(random_samples(12, seed=5))
-    for case in cases:
-        case = dict(case)
-        path, options = case.pop("path"), {"importance_correction": "none", "optimizer": GRADIENT_STEP, "credit": "turn"}
-        with engine(path, name="grpo", **options, **case) as built:
-            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
-            metrics = built.update(built.prepare(samples))
-            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
-        model, total = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
-        for sample in samples:
-            members = {each.member: list(each.turn_returns) for each in samples if each.group == sample.group}
-            totals = [own[0] for own in members.values()]
-            most = max(map(len, members.values()))
-            earlier = [[own[0] - own[turn] for own in members.values() if turn < len(own)] for turn in range(most)]
-            deviation = max(float(np.std(each, ddof=1)) for each in (totals, *earlier) if len(each) > 1) + 1e-6
-            ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
-            values = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1], -1)
-            values = values.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
-            for turn, first, number in sample.turn_spans:
-                before = sample.turn_returns[0] - sample.turn_returns[turn] - float(np.mean(earlier[turn]))
-                advantage = (sample.turn_returns[0] - float(np.mean(totals)) - before) / deviation
-                total = total - advantage * values[first : first + number].sum()
-        (total / sum(sample.num_sampled for sample in samples)).backward()  # type: ignore[no-untyped-call]
-        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-        shared = found.keys() & gradients.keys()
-        worst = max((float((found[name] - gradients[name]).abs().max()) for name in shared), default=0.0)
-        results.append({"gradient": worst, "named": len(shared), "norm": metrics["grad_norm"]})
-    return results
-
-
-def objective_metrics(cases: list[dict[str, Any]], num_steps: int = 2) -> list[list[dict[str, float]]]:
-    """For each case the metrics of its steps; `episodes`: with given tokens, which have this log-prob, and branches."""
-    results = []
-    for case in cases:
-        case = dict(case)
-        given, steps = case.pop("episodes", None), []
-        with engine(case.pop("path"), name="grpo", max_new_tokens=15, **case) as built:
-            for step in range(num_steps):
-                samples = far_samples(built, 16, seed=step)
-                steps.append(built.update(built.prepare(samples if given is None else as_episodes(samples, given))))
-        results.append(steps)
-    return results
-
-
-def entropy_gradients(cases: list[dict[str, Any]]) -> list[float]:
-    """The largest difference of a gradient to transformers, where the loss is the mean entropy of sampled tokens, times -1."""
-    from transformers import AutoModelForCausalLM
-
-    results, samples = [], [dataclasses.replace(sample, reward=1.0) for sample in random_samples(12, seed=5)]
-    for case in cases:
-        case = dict(case)
-        path = case.pop("path")
-        options = {"entropy_coefficient": 1.0, "optimizer": GRADIENT_STEP, "temperature": 0.7, **case}
-        with engine(path, name="grpo", **options) as built:
-            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
-            built.update(built.prepare(samples))
-            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
-        model, total = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
-        for sample in samples:
-            ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
-            log_probs = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1] / 0.7, -1)
-            total = total + (log_probs.exp() * log_probs).sum()
-        (total / sum(len(sample.response_ids) for sample in samples)).backward()  # type: ignore[no-untyped-call]
-        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-        shared = found.keys() & gradients.keys()
-        results.append(max((float((found[name] - gradients[name]).abs().max()) for name in shared), default=0.0))
-    return results
-
-
-def with_supports(samples: list[Sample], vocab_size: int) -> list[Sample]:
-    """Of each response token, itself among up to seven others."""
-    generator, found = np.random.default_rng(0), []
-    for sample in samples:
-        kept = [generator.permutation(vocab_size)[: generator.integers(0, 8)] for _ in sample.response_ids]
-        kept = [np.union1d(others, token) for others, token in zip(kept, sample.response_ids, strict=True)]
-        support = np.concatenate([[len(each) for each in kept], *kept]).astype(np.int32)
-        found.append(dataclasses.replace(sample, support=support))
-    return found
-
-
-def supports_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics of two steps on kept tokens, and on rank 0 how far the first step's old log-probs are from transformers'."""
-    from transformers import AutoModelForCausalLM
-
-    results = []
-    for case in cases:
-        case = dict(case)
-        path = case.pop("path")
-        with engine(path, name="grpo", support_replay=True, **case) as built:
-            size = built.mbridge.hf_config.vocab_size
-            table = SampleTable.from_samples(with_supports(random_samples(12, seed=5), size))
-            batch, chosen = built.prepare(table), list(range(12))
-            steps = [built.update(batch)]
-            found = built.old_log_probs(batch, table, chosen)
-            steps.append(built.update(built.prepare(with_supports(random_samples(12, seed=6), size))))
-        model, worst = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), 0.0
-        for sample, values in zip(table.samples, found, strict=False):
-            assert sample is not None
-            with torch.no_grad():
-                ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
-                logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double()
-            worst = max(worst, float((torch.from_numpy(values) - over_support(logits, sample)).abs().max()))
-        results.append({"steps": steps, "worst": worst})
-    return results
-
-
-def over_support(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
-    """Each response token's log-prob over the tokens that were kept for it, in float64."""
-    ends, found = np.cumsum([len(sample.response_ids), *sample.support[: len(sample.response_ids)]]), []
-    for place, token in enumerate(sample.response_ids.tolist()):
-        kept = sample.support[ends[place] : ends[place + 1]].tolist()
-        found.append(logits[place, token] - logits[place, kept].logsumexp(0))
-    return torch.stack(found)
-
-
-def supervised_beside_transformers(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Loss and largest difference of a gradient to transformers, over the sampled tokens of samples that have given ones."""
-    from transformers import AutoModelForCausalLM
-
-    results, samples = [], as_episodes(random_samples(12, seed=5), 0.0)
-    for case in cases:
-        case = dict(case)
-        path = case.pop("path")
-        with engine(path, name="sft", optimizer=GRADIENT_STEP, **case) as built:
-            before = {name: tensor.clone() for name, tensor in whole_tensors(exporter(built))}
-            loss = built.update(built.prepare(samples))["loss/sft"]
-            found = {name: before[name] - tensor for name, tensor in whole_tensors(exporter(built))}
-        model, total = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
-        for sample in samples:
-            ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])
-            values = torch.log_softmax(model(ids).logits[0, len(sample.prompt_ids) - 1 : -1], -1)
-            values = values.gather(1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
-            total = total - values[torch.tensor(sample.is_sampled)].sum() if len(sample.is_sampled) else total - values.sum()
-        total = total / sum(sample.num_sampled for sample in samples)
-        total.backward()  # type: ignore[no-untyped-call]
-        gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-        worst = max([float((found[name] - gradients[name]).abs().max()) for name in found.keys() & gradients.keys()], default=0.0)
-        results.append({"loss": abs(loss - float(total.detach())), "gradient": worst, "named": len(found)})
-    return results
-
-
 def passes_and_updates(path: str, passes: int, case: dict[str, Any]) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Metrics of two batches, each in so many passes at once, and in as many updates on the same preparation."""
     options = {"path": path, "name": "grpo", "num_steps": 2, "kl_coefficient": 0.1, **case}
@@ -278,26 +92,6 @@ def supervised_metrics(path: str, temperatures: list[float]) -> list[dict[str, f
     for temperature in temperatures:
         with engine(path, name="sft", temperature=temperature) as built:
             results.append(built.update(built.prepare(random_samples(16, seed=0))))
-    return results
-
-
-def entropies_beside_transformers(cases: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """entropy/mean of a first step, and the mean of the entropies that transformers' logits have."""
-    from transformers import AutoModelForCausalLM
-
-    results, samples = [], random_samples(12, seed=5)
-    for case in cases:
-        case = dict(case)
-        path = case.pop("path")
-        with engine(path, name="grpo", **case) as built:
-            mine = built.update(built.prepare(samples))["entropy/mean"]
-        model, values = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
-        for sample in samples:
-            with torch.no_grad():
-                logits = model(torch.tensor([[*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]])).logits[0].double()
-            probs = torch.softmax(logits[len(sample.prompt_ids) - 1 : -1], -1)
-            values += (-(probs * probs.log()).sum(-1)).tolist()
-        results.append((mine, sum(values) / len(values)))
     return results
 
 

@@ -16,7 +16,7 @@ from engine.sample import Sample
 from engine.teacher import TeacherChoice
 from tests.engine.engine_cases import engine, everywhere, exporter
 from tests.engine.moe.expert_cases import GRADIENT_STEP
-from tests.engine.step_cases import as_episodes, far_samples
+from tests.engine.objective_cases import as_episodes, far_samples
 
 SERVED = "served"  # in a case's `teacher`: the folder of a model that gives its values with the samples
 

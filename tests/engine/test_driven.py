@@ -15,7 +15,7 @@ from tests.support.tiny_models import write_tiny_model
 from engine.config import LATENT_TARGETS
 from engine.shared import groups
 
-CASES = "tests.engine.driven_cases"
+CASES, TORCH, SHARED = (f"tests.engine.driven_{kind}" for kind in ("cases", "torch_cases", "shared_cases"))
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,14 @@ def check(worst: dict[str, float]) -> None:
 
 
 FSDP: dict[str, Any] = {"wrap": "megatron_fsdp"}
+TWO_LOSSES: dict[str, Any] = {"losses": ("cross_entropy", "gspo")}
 
 
 @pytest.mark.parametrize(("rank", "layout"), [(8, {}), (3, {}), (8, {"tensor": 2}), (8, {"pipeline": 2}), (8, {"context": 2})])
 def test_losses_gradients_and_steps_are_those_of_torch(model: str, rank: int, layout: dict[str, int]) -> None:
-    (found, *_) = run_ranks(2 if layout else 1, f"{CASES}:against_torch", {"path": model, "rank": rank, "parallel": layout})
+    """All losses once; in other layouts one of tokens and one of sequences."""
+    given = {"path": model, "rank": rank, "parallel": layout} | (TWO_LOSSES if layout or rank < 8 else {})
+    (found, *_) = run_ranks(2 if layout else 1, f"{TORCH}:against_torch", given)
     for loss, worst in found.items():
         print(loss, worst)
         check(worst)
@@ -53,7 +56,7 @@ def test_attention_beside_frozen_experts(tmp_path: Path, family: str, num_ranks:
     targets = {"qwen3_moe": ("linear_qkv", "linear_proj"), "glm4_moe_lite": LATENT_TARGETS}[family]
     given = {"path": path, "parallel": layout, "targets": targets}
     if num_ranks == 1:
-        (found, *_) = run_ranks(num_ranks, f"{CASES}:against_torch", {**given, "rank": 8})
+        (found, *_) = run_ranks(num_ranks, f"{TORCH}:against_torch", {**given, "rank": 8, **TWO_LOSSES})
         for loss, worst in found.items():
             print(loss, worst)
             check(worst)
@@ -61,7 +64,8 @@ def test_attention_beside_frozen_experts(tmp_path: Path, family: str, num_ranks:
         assert equal == dict.fromkeys(equal, True)
 
 
-ALL = [(1, {}, {}), (2, {}, {}), (2, {"tensor": 2}, {}), (2, {"pipeline": 2}, {}), (2, {}, FSDP)]
+ALL: list[Any] = [(1, {}, {}), (2, {"tensor": 2}, {}), (2, {"pipeline": 2}, {}), (2, {}, FSDP)]
+ALL.append(pytest.param(2, {}, {}, marks=pytest.mark.long))
 
 
 OF_EXPERTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -72,7 +76,10 @@ OF_EXPERTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout", "options"), [(1, {}, {}), (2, {"expert": 2}, {}), (2, {}, FSDP)])
+ALONE = pytest.param(1, {}, {}, marks=pytest.mark.long)  # what two ranks do includes it
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), [ALONE, (2, {"expert": 2}, {}), (2, {}, FSDP)])
 def test_adapters_of_experts_in_turns(tmp_path: Path, num_ranks: int, layout: dict[str, int], options: dict[str, Any]) -> None:
     path = str(write_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
     for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": path, "parallel": layout, **options}):
@@ -96,7 +103,7 @@ def test_adapters_of_experts_are_those_of_peft_in_any_layout(tmp_path: Path) -> 
 def test_all_parameters_are_trained_as_in_torch(
     model: str, num_ranks: int, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
-    for found in run_ranks(num_ranks, f"{CASES}:all_parameters", {"path": model, "parallel": layout, **options}):
+    for found in run_ranks(num_ranks, f"{TORCH}:all_parameters", {"path": model, "parallel": layout, **options}):
         print(found)
         check(found)
         assert found["base"] and found["resumed"] and found["saved"]
@@ -104,22 +111,22 @@ def test_all_parameters_are_trained_as_in_torch(
 
 def test_all_parameters_of_experts_are_trained_as_in_torch(tmp_path: Path) -> None:
     path = str(write_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
-    for found in run_ranks(2, f"{CASES}:all_parameters", {"path": path, "parallel": {"expert": 2}}):
+    for found in run_ranks(2, f"{TORCH}:all_parameters", {"path": path, "parallel": {"expert": 2}}):
         check(found)
         assert found["base"] and found["resumed"] and found["saved"]
 
 
 def test_all_parameters_in_16_bits(model: str) -> None:
     """With main weights of the optimizer's own, which are an adapter's state."""
-    (found,) = run_ranks(1, f"{CASES}:all_parameters", {"path": model, "parallel": {}, "dtype": "bfloat16"})
+    (found,) = run_ranks(1, f"{TORCH}:all_parameters", {"path": model, "parallel": {}, "dtype": "bfloat16"})
     assert found["base"] and found["resumed"] and found["saved"]
     assert max(found[name] for name in ("log_probs", "loss", "norm", "weights")) < 0.05
 
 
 IN_TURNS = [
-    (1, {}, {}),
+    ALONE,
     (2, {}, {}),
-    (2, {}, FSDP),
+    pytest.param(2, {}, FSDP, marks=pytest.mark.long),
     (2, {}, {**FSDP, "dtype": "bfloat16", "gradient_dtype": "bfloat16"}),
     (2, {"tensor": 2, "sequence": True}, FSDP),
     pytest.param(2, {"pipeline": 2}, FSDP, marks=pytest.mark.long),
@@ -138,7 +145,7 @@ def test_adapters_in_turns_have_the_bits_of_each_alone(
         assert equal == dict.fromkeys(equal, True)
 
 
-@pytest.mark.parametrize(("num_ranks", "layout", "options"), [(1, {}, {}), (2, {"tensor": 2}, {}), (2, {}, FSDP)])
+@pytest.mark.parametrize(("num_ranks", "layout", "options"), [ALONE, (2, {"tensor": 2}, {}), (2, {}, FSDP)])
 def test_adapters_of_several_ranks_leave_by_one_exporter(
     model: str, num_ranks: int, layout: dict[str, int], options: dict[str, Any]
 ) -> None:
@@ -148,14 +155,14 @@ def test_adapters_of_several_ranks_leave_by_one_exporter(
 
 TOGETHER = [
     (1, {}, {"tokens_per_microbatch": 512}),
-    (1, {}, {"tokens_per_microbatch": 96, "recompute": "full"}),
+    pytest.param(1, {}, {"tokens_per_microbatch": 96, "recompute": "full"}, marks=pytest.mark.long),
     (2, {}, {"tokens_per_microbatch": 96}),
-    (2, {"tensor": 2}, {"tokens_per_microbatch": 512}),
+    pytest.param(2, {"tensor": 2}, {"tokens_per_microbatch": 512}, marks=pytest.mark.long),
     (2, {"tensor": 2, "sequence": True}, {"tokens_per_microbatch": 160, "recompute": "full"}),
     (2, {"pipeline": 2}, {"tokens_per_microbatch": 512}),
     (2, {"context": 2}, {"tokens_per_microbatch": 512}),
     pytest.param(4, {"tensor": 2, "sequence": True, "pipeline": 2}, {"tokens_per_microbatch": 512}, marks=pytest.mark.long),
-    (4, {"tensor": 2, "sequence": True}, {"tokens_per_microbatch": 160}),
+    pytest.param(4, {"tensor": 2, "sequence": True}, {"tokens_per_microbatch": 160}, marks=pytest.mark.long),
 ]
 
 
@@ -164,20 +171,20 @@ def test_adapters_in_one_pass_have_the_bits_of_each_alone(
     model: str, num_ranks: int, layout: dict[str, Any], options: dict[str, Any]
 ) -> None:
     losses = ("cross_entropy", "ppo", "gspo", "cispo")
-    for equal in run_ranks(num_ranks, f"{CASES}:together", {"path": model, "losses": losses, "parallel": layout, **options}):
+    for equal in run_ranks(num_ranks, f"{SHARED}:together", {"path": model, "losses": losses, "parallel": layout, **options}):
         assert equal == dict.fromkeys([*losses, "shared"], True)
 
 
 def test_one_product_of_all_adapters_is_that_of_each(model: str) -> None:
     """As on GPUs; forward in two products of each linear."""
-    (found,) = run_ranks(1, f"{CASES}:grouped", {"path": model})
+    (found,) = run_ranks(1, f"{SHARED}:grouped", {"path": model})
     assert found["difference"] < 1e-5
     assert found["products"] == 2 * 4 * 2  # of 4 linears in 2 layers
 
 
 def test_passes_are_not_shared_where_rows_change_others_bits(model: str) -> None:
     """One rank has such products; rank 0 says so."""
-    for rank, found in enumerate(run_ranks(2, f"{CASES}:unstable", {"path": model})):
+    for rank, found in enumerate(run_ranks(2, f"{SHARED}:unstable", {"path": model})):
         assert found == {"cross_entropy": True, "ppo": True, "shared": False, "lines": int(rank == 0)}
 
 
@@ -207,6 +214,6 @@ def test_refusals_change_nothing(model: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, FSDP])
 def test_data_parallel_ranks_compute_the_same(model: str, options: dict[str, Any]) -> None:
-    (found, *_) = run_ranks(2, f"{CASES}:against_torch", {"path": model, "rank": 8, "parallel": {}, **options})
+    (found, *_) = run_ranks(2, f"{TORCH}:against_torch", {"path": model, "rank": 8, "parallel": {}, **TWO_LOSSES, **options})
     for worst in found.values():
         check(worst)

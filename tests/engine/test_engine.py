@@ -107,7 +107,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2, 4])
 def test_export_equals_the_folder_bit_for_bit(models: dict[tuple[str, bool], str], num_ranks: int) -> None:
     layouts = [layout for ranks, layout in LAYOUTS.values() if ranks == num_ranks]
     alone = num_ranks == 4  # nobody else needs that many

@@ -17,6 +17,8 @@ from engine.engine import Engine
 from tests.support.halves import HALVES, squares
 from tests.support.ranks import run_ranks
 
+CASES = "tests.engine.objective_cases"
+
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "GSPO": {"ratio_level": "sequence", "loss_aggregation": "sequence_mean", "clip_low": 3e-3, "clip_high": 4e-3},
     "Dr. GRPO, RLOO": {
@@ -68,10 +70,10 @@ def assert_alike(
     is_black: bool,
     tolerance: float,
 ) -> None:
-    """Half of the products have the metrics of `references`, one an objective."""
+    """The products of one colour have the metrics of `references`, one an objective."""
     pairs = squares(layouts, zip(objectives, references, strict=True), is_black=is_black)
     cases = [{**common, **objective, **layout} for layout, (objective, _) in pairs]
-    results = run_ranks(2, "tests.engine.step_cases:objective_metrics", {"cases": cases})[0]
+    results = run_ranks(2, f"{CASES}:objective_metrics", {"cases": cases})[0]
     for case, steps, (_, (_, reference)) in zip(cases, results, pairs, strict=True):
         print(case)
         for found, wanted in zip(steps, reference, strict=True):
@@ -83,7 +85,7 @@ def test_objectives_are_the_same_in_every_layout(model: str, is_black: bool) -> 
     """All that is logged, to 1e-5, over two steps of two mini-batches of several micro-batches, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}
     alone = [{**common, **objective, "tokens": 120} for objective in OBJECTIVES.values()]
-    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": [*alone, common]})[0]
+    references = run_ranks(1, f"{CASES}:objective_metrics", {"cases": [*alone, common]})[0]
     *references, default = references
     for reference in references:
         print(reference)
@@ -103,7 +105,7 @@ def test_named_losses_and_advantages_are_the_same_in_every_layout(model: str, is
     """All that is logged of episodes, to 5e-5, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -3.0, "optimizer": {"learning_rate": 3e-3}}
     alone = [{**common, **objective} for objective in NAMED.values()]
-    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": alone})[0]
+    references = run_ranks(1, f"{CASES}:objective_metrics", {"cases": alone})[0]
     for name, (_, reference) in zip(NAMED, references, strict=True):
         print(name, reference)
         assert "SAPO" in name or 0 < reference["ratio/clipped_fraction"] < 1
@@ -114,7 +116,7 @@ def test_the_gradient_of_the_entropy_is_that_of_transformers(model: str) -> None
     """A step of the entropy alone, whose advantages are 0."""
     layouts = [*LAYOUTS.values(), {"context": 2}, {"logits_chunk_tokens": 7}]
     cases: list[dict[str, Any]] = [{"path": model, "tokens": 60, **layout} for layout in layouts]
-    for case, worst in zip(cases, run_ranks(2, "tests.engine.step_cases:entropy_gradients", {"cases": cases})[0], strict=True):
+    for case, worst in zip(cases, run_ranks(2, f"{CASES}:entropy_gradients", {"cases": cases})[0], strict=True):
         print(case, worst)
         assert worst < 1e-5
 
@@ -125,17 +127,17 @@ def test_episodes_are_the_same_in_every_layout(model: str, is_black: bool) -> No
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -50.0}
     objectives = [OBJECTIVES[name] for name in ("GSPO", "Dr. GRPO, RLOO", "masks by sequence", "masks by token")]
     alone = [{**common, **objective, "tokens": 120, "episodes": -3.0} for objective in objectives]
-    references = run_ranks(1, "tests.engine.step_cases:objective_metrics", {"cases": alone})[0]
+    references = run_ranks(1, f"{CASES}:objective_metrics", {"cases": alone})[0]
     assert_alike(common, ALL_LAYOUTS, objectives, references, is_black=is_black, tolerance=1e-5)
 
 
 def test_kept_tokens_are_normalised_over_in_every_layout(model: str) -> None:
     """As transformers' logits give it; the first ratio is 1, and all that is logged is as on one rank."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "old_log_probs": "separate", "temperature": 1.0}
-    (alone,) = run_ranks(1, "tests.engine.step_cases:supports_beside_transformers", {"cases": [{**common, "tokens": 120}]})[0]
+    (alone,) = run_ranks(1, f"{CASES}:supports_beside_transformers", {"cases": [{**common, "tokens": 120}]})[0]
     cases = [{**common, **layout} for layout in ALL_LAYOUTS]
     for case, found in zip(
-        cases, run_ranks(2, "tests.engine.step_cases:supports_beside_transformers", {"cases": cases})[0], strict=True
+        cases, run_ranks(2, f"{CASES}:supports_beside_transformers", {"cases": cases})[0], strict=True
     ):
         print(case, found)
         assert found["worst"] < 1e-5 and alone["worst"] < 1e-5
@@ -146,7 +148,7 @@ def test_kept_tokens_are_normalised_over_in_every_layout(model: str) -> None:
 
 def test_the_gradient_of_episodes_is_that_of_transformers(model: str) -> None:
     cases: list[dict[str, Any]] = [{"path": model, "wrap": wrap, "tokens": 60} for wrap in ("ddp", "megatron_fsdp")]
-    for found in run_ranks(2, "tests.engine.step_cases:supervised_beside_transformers", {"cases": cases})[0]:
+    for found in run_ranks(2, f"{CASES}:supervised_beside_transformers", {"cases": cases})[0]:
         print(found)
         assert found["loss"] < 1e-5 and found["gradient"] < 1e-5 and found["named"] > 5
 
@@ -156,7 +158,7 @@ def test_the_gradient_of_turns_is_that_of_transformers(model: str) -> None:
     of_ranks: dict[int, list[dict[str, Any]]] = {1: [{"kl_coefficient": 0.1, "kl_in": "reward"}], 2: ALL_LAYOUTS}
     for num_ranks, layouts in of_ranks.items():
         cases = [{"path": model, "tokens": 60, **layout} for layout in layouts]
-        results = run_ranks(num_ranks, "tests.engine.step_cases:turns_beside_transformers", {"cases": cases})[0]
+        results = run_ranks(num_ranks, "tests.engine.turn_cases:turns_beside_transformers", {"cases": cases})[0]
         for case, found in zip(cases, results, strict=True):
             print(case, found)
             assert found["gradient"] < 1e-5 and found["named"] > 5 and found["norm"] > 1e-3
@@ -165,7 +167,7 @@ def test_the_gradient_of_turns_is_that_of_transformers(model: str) -> None:
 def test_entropy_is_that_of_transformers(model: str) -> None:
     cases: list[dict[str, Any]] = [{"path": model, **layout} for layout in LAYOUTS.values()]
     for case, (mine, theirs) in zip(
-        cases, run_ranks(2, "tests.engine.step_cases:entropies_beside_transformers", {"cases": cases})[0], strict=True
+        cases, run_ranks(2, f"{CASES}:entropies_beside_transformers", {"cases": cases})[0], strict=True
     ):
         print(case, mine, theirs)
         assert mine == pytest.approx(theirs, abs=1e-5)

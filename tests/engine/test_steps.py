@@ -43,7 +43,7 @@ def test_logits_in_chunks_are_never_whole_and_change_nothing(root: Path) -> None
         assert whole["most"] > 7 * 4
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_held_out_loss_is_that_of_a_step_on_the_same_samples(model: str, num_ranks: int) -> None:
     """Of the sampled tokens of each response alone, whatever the wrap and the ranks."""
     arguments = {"path": model, "cases": [{"wrap": wrap} for wrap in WRAPS]}
@@ -56,7 +56,7 @@ def test_held_out_loss_is_that_of_a_step_on_the_same_samples(model: str, num_ran
 # ------------------------------------------------------------------------------------------------------ old log-probs
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_old_log_probs_of_the_training_pass_are_those_of_a_pass_of_their_own(model: str, num_ranks: int) -> None:
     """Everything that is logged, bit for bit, over three steps of several micro-batches."""
     pairs = squares(WRAPS, ("float32", "bfloat16"), is_black=num_ranks == 2)

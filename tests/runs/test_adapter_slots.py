@@ -23,7 +23,7 @@ from tests.runs.sync_pools import own_ray
 from tests.support.replicas import OpenPool
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm_on_cpu, pytest.mark.timeout(300)]
 RANK, NUM_SLOTS = 4, 3
 PROMPTS = ((5, 6, 7, 8, 9), (20, 21), (30, 31, 32))
 

@@ -139,6 +139,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_and_their_turns(run: tuple[Path
     assert sum(line["episode/dropped"] for line in lines) == 7 * 4, "each prompt is trained once"
 
 
+@pytest.mark.long
 def test_each_step_leaves_a_record_and_each_prompt_is_in_one(resumed: Path) -> None:
     records = [load_record(path) for path in paths_of(resumed).values()]
     assert [record.step for record in records] == list(range(1, 8))
@@ -166,6 +167,7 @@ def serve(run: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> It
         yield with_weights
 
 
+@pytest.mark.long
 def test_evaluate_plays_the_runs_episodes(
     run: tuple[Path, str], serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +180,7 @@ def test_evaluate_plays_the_runs_episodes(
     assert [line["line"] for line in lines] == [1, 2, 3, 4] and all(line["turns"] == 2 and line["branches"] for line in lines)
 
 
+@pytest.mark.long
 def test_what_was_trained_is_sampled_again(resumed: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     """As far as there are checkpoints: by the model's folder and by that of step 3, from which the run was resumed."""
     assert replay.main([str(resumed), "--step", "1-4", "--json"], serve=serve) == 0

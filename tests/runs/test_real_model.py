@@ -81,6 +81,7 @@ def samples(model: Path) -> list[Sample]:
     return answered(model, QUESTIONS)
 
 
+@pytest.mark.long
 def test_the_folder_is_that_of_the_authors(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     del config["transformers_version"]

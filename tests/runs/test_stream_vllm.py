@@ -255,8 +255,8 @@ def test_a_stream_gets_its_samples_whatever_was_asked_before_it(pool, publisher)
         stream.close()
 
 
-LOSSES = [("SIGKILL", False), ("SIGSTOP", True), pytest.param("SIGKILL", True, marks=pytest.mark.long)]
-LOSSES.append(pytest.param("SIGSTOP", False, marks=pytest.mark.long))
+LOSSES = [("SIGSTOP", True)]
+LOSSES += [pytest.param(*each, marks=pytest.mark.long) for each in (("SIGKILL", False), ("SIGKILL", True), ("SIGSTOP", False))]
 
 
 @pytest.mark.parametrize(("kind", "plays"), LOSSES)

@@ -31,12 +31,12 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         {**EXPERTS, "context": 2, "expert": 2, "tensor": 2, "sequence": True, "lora": LORA},
-        {**LATENT, "context": 2, "tensor": 2, "sequence": True, "context_attention": "ulysses"},
         {"context": 2, "pipeline": 2, "stages": {"virtual_pipeline": 2}, "wrap": "megatron_fsdp", "context_attention": "ulysses"},
-        {"context": 4, "wrap": "megatron_fsdp"},
     ],
 }
 MORE: list[dict[str, Any]] = [  # on four ranks
+    {**LATENT, "context": 2, "tensor": 2, "sequence": True, "context_attention": "ulysses"},
+    {"context": 4, "wrap": "megatron_fsdp"},
     {"family": "qwen3_moe", "context": 2, "expert": 4, "context_attention": "ulysses", "wrap": "megatron_fsdp"},
     {**BIASED, "context": 4, "expert": 2, "wrap": "megatron_fsdp"},
     {"context": 2, "tensor": 2, "sequence": True},

@@ -248,7 +248,7 @@ def scattered_batches(path: str, cases: list[dict[str, Any]]) -> list[dict[str, 
     """A batch that rank 0 alone has, through TokenScatter to engine.prepare, against one that every rank has."""
     from megasync.run.rank_zero import TokenScatter, on_rank_zero
     from tests.engine.engine_cases import engine, random_samples
-    from tests.engine.step_cases import as_turns
+    from tests.engine.turn_cases import as_turns
 
     results = []
     for number, case in enumerate(cases):

@@ -38,14 +38,14 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         {"wrap": "ddp", "expert": 2, "tensor": 2, "sequence": True, **ADAPTED},
-        {"wrap": "ddp", "expert": 2, "overrides": {"overlap_param_gather": True}},
-        {"wrap": "ddp", "expert": 4},
-        {"wrap": "megatron_fsdp", "expert": 2},
         {"wrap": "megatron_fsdp", "expert": 2, "pipeline": 2},
         {"wrap": "ddp", "expert": 2, "tensor": 2, "sequence": True},
     ],
 }
 MORE: list[dict[str, Any]] = [  # on four ranks
+    {"wrap": "ddp", "expert": 2, "overrides": {"overlap_param_gather": True}},
+    {"wrap": "ddp", "expert": 4},
+    {"wrap": "megatron_fsdp", "expert": 2},
     {"wrap": "megatron_fsdp", "expert": 2, "tensor": 2, "sequence": True, **ADAPTED},
     {"wrap": "ddp", "expert": 2},
     {"wrap": "ddp", "expert": 2, "pipeline": 2},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.engine.driven_cases import LOSSES, loss_by_hand
+from tests.engine.driven_torch_cases import LOSSES, loss_by_hand
 
 from engine.objective.token_losses import TOKEN_LOSSES
 

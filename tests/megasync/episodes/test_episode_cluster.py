@@ -21,6 +21,8 @@ from megasync.episodes.pool import EpisodePool
 from megasync.episodes.task import Task
 from tests.megasync.episodes.test_episode_pool import Replica, Reported, failure, pool_of
 
+pytestmark = pytest.mark.long  # a cluster
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
@@ -89,7 +91,7 @@ def test_limits_and_failures_are_those_of_one_node(cluster: None, folder: str) -
     assert all(gone(int(reported[prompt][0].metrics["pid"])) for prompt in ("leaves", "leaves again"))
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_actor_costs_its_episodes_another_start(cluster: None, folder: str, kind: signal.Signals) -> None:
     """They start again, and what they had sampled answers their turns: no token is sampled twice, and nobody is to blame."""
     good, replica, lost = [f"good {2.0 + number / 100}" for number in range(8)], Replica(), list[psutil.Process]()

@@ -133,6 +133,7 @@ def test_only_the_guilty_of_many_in_a_process_fail(folder: str, name: str, kinds
     assert len(kinds) < len(ends) <= len(kinds) * 8
 
 
+@pytest.mark.long
 def test_processes_that_die_are_replaced_by_forks_of_one_that_has_imported_everything(folder: str) -> None:
     """Many are guilty, and each death costs milliseconds. A fork has its own random numbers and its own user's modules."""
     pool = pool_of(folder, episode=f"{EPISODES}:WithADeed", episode_timeout_seconds=60.0)

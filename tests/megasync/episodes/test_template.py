@@ -21,7 +21,7 @@ from tests.support.chat_families import FAMILIES
 from tests.support.conversations import TOOLS, conversation, sampled_and_trained
 from tests.support.samplers import Lines
 
-SEEDS = [range(80), pytest.param(range(80, 400), marks=pytest.mark.long)]
+SEEDS = [range(30), pytest.param(range(30, 400), marks=pytest.mark.long)]
 PACKAGE = pytest.mark.skipif(find_spec("renderers") is None, reason="the package renderers of the locks is not installed")
 CASES = [
     *(pytest.param(name, False, id=name) for name in FAMILIES),

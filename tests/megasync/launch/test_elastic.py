@@ -113,6 +113,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_another_hears_of_the_end(sta
     assert isinstance(late.error, RunOverError)
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_as_its_round_begins_is_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for its entry in vain, and meet once more."""
     options: dict[str, Any] = {"min_nodes": 3, "max_nodes": 3}

@@ -61,6 +61,7 @@ def test_a_node_that_differs_ends_both_before_the_start(config: Path) -> None:
     assert not (config.parent / "runs" / "refused" / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_stop_while_nodes_are_waited_for_and_a_node_that_leaves(config: Path) -> None:
     """The member that leaves is not here any more; the head ends by the stop, with the exit code of a run that can resume."""
     port, folder = free_port(), config.parent / "runs" / "stopped"

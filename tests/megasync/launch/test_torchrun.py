@@ -178,7 +178,7 @@ os.execv(command[0], command)
 """
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_signal_that_comes_while_the_launcher_starts_ends_it(kind: signal.Signals, tmp_path: Path) -> None:
     """Its imports take seconds; Ctrl-C in one of them printed its traceback."""
     command = [sys.executable, "-c", EARLY, str(int(kind)), str(CONFIGS / "quickstart.yaml"), f"run.dir={tmp_path / 'runs'}"]
@@ -190,7 +190,7 @@ def test_a_signal_that_comes_while_the_launcher_starts_ends_it(kind: signal.Sign
     assert "Traceback" not in done.stderr and not any(temporary.iterdir())
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGHUP])
 def test_a_closed_terminal_does_not_end_ranks_under_nohup(kind: signal.Signals, tmp_path: Path) -> None:
     """torch's launcher handles SIGHUP, also where it was ignored."""
     (tmp_path / "hung_up.py").write_text(f"import os, time\nos.kill(os.getppid(), {int(kind)})\ntime.sleep(1)\n")

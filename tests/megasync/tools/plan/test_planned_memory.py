@@ -31,11 +31,11 @@ from megasync.tools.plan.meta.tracker import Tracker
 from megasync.tools.plan.layout import Grid
 
 ROOT = Path(__file__).resolve().parents[4]
-CASES: list[tuple[str, dict[str, Any]]] = [
+CASES: list[Any] = [
     ("tiny", {"wrap": "ddp"}),
-    ("tiny", {"wrap": "megatron_fsdp"}),
+    pytest.param("tiny", {"wrap": "megatron_fsdp"}, marks=pytest.mark.long),
     ("tiny", {"wrap": "megatron_fsdp", "gradient_dtype": "bfloat16"}),
-    ("tiny", {"wrap": "ddp", "dtype": "float32"}),
+    pytest.param("tiny", {"wrap": "ddp", "dtype": "float32"}, marks=pytest.mark.long),
     ("tiny", {"wrap": "ddp", "parallel": {"tensor": 2, "sequence": True}}),
     ("tiny", {"wrap": "ddp", "parallel": {"pipeline": 2}}),
     ("tiny", {"wrap": "megatron_fsdp", "lora": {"rank": 8}}),
