@@ -12,12 +12,12 @@ from megasync.models.folder import model_fields
 
 NOT_COMPUTED = {  # names of tokens, the start and the loss of another training, what a call returns
     *("architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "output_attentions"),
-    *("max_position_embeddings", "output_hidden_states", "output_router_logits", "pad_token_id", "return_dict"),
-    *("router_aux_loss_coef", "transformers_version", "use_cache", *PREDICTORS),
+    *("output_hidden_states", "output_router_logits", "pad_token_id", "return_dict", "router_aux_loss_coef"),
+    *("transformers_version", "use_cache", *PREDICTORS),
 }
 ELSEWHERE = {  # whose effect is in rope_parameters, layer_types, no_rope_layers or the windows of all layers
-    *("max_window_layers", "no_rope_layer_interval", "partial_rotary_factor", "rope_local_base_freq", "rope_scaling"),
-    *("rope_theta", "sliding_window_pattern", "use_sliding_window"),
+    *("max_position_embeddings", "max_window_layers", "no_rope_layer_interval", "partial_rotary_factor"),
+    *("rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern", "use_sliding_window"),
 }
 
 

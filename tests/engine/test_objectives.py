@@ -14,7 +14,7 @@ import pytest
 from engine.config import EngineConfig, ModelConfig
 from engine.algorithm import AlgorithmConfig
 from engine.engine import Engine
-from tests.support.halves import HALVES, squares
+from tests.support.squares import COLOURS, squares
 from tests.support.ranks import run_ranks
 
 CASES = "tests.engine.objective_cases"
@@ -80,7 +80,7 @@ def assert_alike(
             assert without_padding(found) == pytest.approx(without_padding(wanted), rel=tolerance, abs=1e-5)
 
 
-@HALVES
+@COLOURS
 def test_objectives_are_the_same_in_every_layout(model: str, is_black: bool) -> None:
     """All that is logged, to 1e-5, over two steps of two mini-batches of several micro-batches, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "optimizer": {"learning_rate": 3e-3}, "tokens": 60}
@@ -100,7 +100,7 @@ def test_objectives_are_the_same_in_every_layout(model: str, is_black: bool) -> 
     assert_alike(common, LAYOUTS.values(), OBJECTIVES.values(), references, is_black=is_black, tolerance=1e-5)
 
 
-@HALVES
+@COLOURS
 def test_named_losses_and_advantages_are_the_same_in_every_layout(model: str, is_black: bool) -> None:
     """All that is logged of episodes, to 5e-5, as on one rank."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -3.0, "optimizer": {"learning_rate": 3e-3}}
@@ -121,7 +121,7 @@ def test_the_gradient_of_the_entropy_is_that_of_transformers(model: str) -> None
         assert worst < 1e-5
 
 
-@HALVES
+@COLOURS
 def test_episodes_are_the_same_in_every_layout(model: str, is_black: bool) -> None:
     """With given tokens and branches, to 1e-5, as on one rank; the log-probs of given tokens have no effect."""
     common = {"path": model, "num_minibatches": 2, "tokens": 60, "episodes": -50.0}

@@ -16,7 +16,7 @@ from engine.config import OptimizerConfig
 from engine.algorithm import AlgorithmConfig
 from engine.objective.loss import aggregation_weights, grpo_loss
 from engine.wrap.optimizer import build_schedule
-from tests.support.halves import HALVES, squares
+from tests.support.squares import COLOURS, squares
 from tests.support.ranks import run_ranks
 from tests.engine.step_cases import micro_batch
 from tests.support.tiny_models import write_tiny_model
@@ -87,7 +87,7 @@ def test_old_log_probs_of_a_few_samples_reach_rank_0(model: str) -> None:
         assert len(found[0]) == 3 and max(found[0]) < 1e-5
 
 
-@HALVES
+@COLOURS
 def test_dropout_of_adapters_leaves_the_first_ratio_at_one(model: str, is_black: bool) -> None:
     """Old log-probs have the dropout masks of the training pass, taken from it or before."""
     common = {"path": model, "lora": {**LORA, "dropout": 0.5}, "optimizer": FAST}
@@ -127,7 +127,7 @@ def test_supervised_steps_ignore_the_temperature_of_rollouts(model: str) -> None
 # --------------------------------------------------------------------------------------------------- what is not finite
 
 
-@HALVES
+@COLOURS
 def test_a_step_that_is_not_finite_is_skipped_on_every_rank(model: str, is_black: bool) -> None:
     layouts: list[dict[str, Any]] = [{"wrap": wrap, "dtype": dtype} for dtype in ("float32", "bfloat16") for wrap in WRAPS]
     layouts += [{"tensor": 2}, {"pipeline": 2}]

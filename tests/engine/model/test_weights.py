@@ -25,7 +25,7 @@ def test_values_that_are_not_finite_are_named() -> None:
         check_finite([layer.half()], "folder")
 
 
-def test_a_tensor_of_another_shape_is_no_number_for_all(tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = str(write_tiny_model(tmp_path, "qwen3", num_hidden_layers=2))
     (message,) = run_ranks(1, "tests.engine.model.family_cases:load_of_another_shape", {"path": path})
     assert "model.norm.weight" in message and "[1], not [128]" in message

@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from engine.moe import experts
 from engine.config import ModelConfig, ParallelConfig
 from tests.engine.engine_cases import GATHER_BYTES
-from tests.support.halves import HALVES, squares
+from tests.support.squares import COLOURS, squares
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 from tests.runs.train_cases import metrics, train, write_config
@@ -209,7 +209,7 @@ def test_export_of_experts_over_ranks_equals_the_folder_bit_for_bit(
             assert not result["sender"] or result["moved"] == len(result["names"]), "training moved every tensor"
 
 
-@HALVES
+@COLOURS
 def test_a_run_with_experts_over_ranks_resumes_bit_for_bit(model: str, tmp_path: Path, is_black: bool) -> None:
     pairs = squares(("ddp", "megatron_fsdp"), ("bfloat16", "float32"), is_black=is_black)
     cases = [{"wrap": wrap, "expert": 2, "dtype": dtype} for wrap, dtype in pairs]

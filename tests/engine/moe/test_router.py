@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.halves import HALVES
+from tests.support.squares import COLOURS
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
@@ -51,7 +51,7 @@ def test_the_load_balancing_loss_is_that_of_transformers_by_layer_and_micro_batc
             assert found["difference"] < 1e-5 and found["worst"] < 1e-5
 
 
-@HALVES
+@COLOURS
 def test_given_experts_are_gone_through_as_in_transformers(model: str, tmp_path: Path, is_black: bool) -> None:
     """Of all tokens: log-probs, gradients and gaps; the router's own choice, given, changes no bit. Also with biases."""
     cases: list[dict[str, Any]] = [

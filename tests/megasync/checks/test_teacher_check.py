@@ -131,7 +131,7 @@ def test_a_folder_of_the_policys_shape_can_teach_in_the_trainer(runnable: Path, 
     write_teacher(tmp_path / "said", rms_norm_eps=1e-6, layer_types=["full_attention"] * 4, tie_word_embeddings=False)
     check_config(load_config(runnable, [f"teacher.path={tmp_path / 'said'}", "teacher.place=trainer"]), 2)
     others = {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}, "rms_norm_eps": 1e-3}
-    for name, value in others.items():  # of which the policy's config.json says all but the last
+    for name, value in others.items():  # rms_norm_eps is missing in the policy's config.json
         folder = write_teacher(tmp_path / name, **{name: value})
         message = cannot_run(runnable, f"teacher.path={folder}", "teacher.place=trainer")
         assert message.startswith(f"teacher.path = {folder}: ") and name in message

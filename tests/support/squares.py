@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-HALVES = pytest.mark.parametrize("is_black", [False, pytest.param(True, marks=pytest.mark.long)], ids=["white", "black"])
+COLOURS = pytest.mark.parametrize("is_black", [False, pytest.param(True, marks=pytest.mark.long)], ids=["white", "black"])
 
 
 def squares(rows: Iterable[Any], columns: Iterable[Any], *, is_black: bool) -> list[tuple[Any, Any]]:
