@@ -47,6 +47,8 @@ def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
     _check_lora(config, verb)
     if verb == "rollout":
         _check_lengths(config)
+        is_bare = config.rollout.dtype == "fp8" and config.bench.shapes is None and not bench.lora_rank
+        _refuse("rollout.dtype", is_bare, "fp8", "without a sync needs bench.shapes and GPUs", "model")
     return config
 
 

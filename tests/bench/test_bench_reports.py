@@ -135,6 +135,7 @@ def test_a_wrong_config_starts_nothing(override: str, words: str, tmp_path: Path
     ("override", "words"),
     [
         ("rollout bench.shapes=tiny-moe", "write bench.lora_rank=0"),
+        ("rollout rollout.dtype=fp8 model.dtype=bfloat16 bench.lora_rank=0", "write rollout.dtype=model"),
         ("rollout bench.median_tokens=33 bench.lora_rank=0", "longer than rollout.max_new_tokens = 32"),
         ("rollout bench.prompt_tokens=33", "rollout.max_model_len=65"),
     ],
