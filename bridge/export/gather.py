@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from bridge.export.merge import GroupedMerge, Pair
 from bridge.export.source import Part
-from bridge.export.trace import Place, moved, trace
+from bridge.export.trace import Place, trace
 from bridge.export.weights import Weight
 from bridge.layout.manifest import TensorSpec
-from bridge.layout.regions import Copy, contiguous
+from bridge.layout.regions import Copy, contiguous, moved
 
 # (name, tensor) of each Hugging Face tensor that a weight's shards, one a rank of its group, become
 Convert = Callable[[Weight, list[torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge.layout.regions import Copy, Region, matching_regions, slice_copy
+from bridge.layout.regions import Copy, matching_regions, moved_region, slice_copy
 
 CAT, CLONE = torch.ops.aten.cat.default, torch.ops.aten.clone.default
 Place = tuple[str, int]  # which memory, and from which element on
@@ -65,7 +65,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = tensor.untyped_storage()._cdata
         if memory in self._given:
             name, start = self._given[memory]
-            return [Copy(regions[0], name, _moved(regions[1], start))]
+            return [Copy(regions[0], name, moved_region(regions[1], start))]
         if memory not in self._made:
             return None
         parts: list[Copy] = []
@@ -83,13 +83,13 @@ def _compose(outer: Copy, inner: list[Copy]) -> list[Copy]:
     for copy in inner:  # the usual case, and the only one with many rows: all of it is in one run
         end, run = through.offset + (through.num_rows - 1) * through.row_stride + through.num_columns, copy.tensor_region
         if run.num_rows == 1 and run.offset <= through.offset and end <= run.offset + run.num_columns:
-            return [Copy(of, copy.buffer, _moved(through, copy.buffer_region.offset - copy.tensor_region.offset))]
+            return [Copy(of, copy.buffer, moved_region(through, copy.buffer_region.offset - copy.tensor_region.offset))]
     composed: list[Copy] = []
     for row in range(of.num_rows):
         begin = through.offset + row * through.row_stride
         for copy in inner:
             for source, target in slice_copy(copy, begin, begin + through.num_columns):
-                composed.append(Copy(_moved(source, of.offset + row * of.row_stride), copy.buffer, target))
+                composed.append(Copy(moved_region(source, of.offset + row * of.row_stride), copy.buffer, target))
     return _joined(composed)
 
 
@@ -123,12 +123,3 @@ def _fits(last: Copy, copy: Copy) -> bool:
     if rows == 1:
         return all(new.offset > old.offset for old, new in sides)
     return all(new.offset == old.offset + rows * old.row_stride for old, new in sides)
-
-
-def moved(copy: Copy, distance: int) -> Copy:
-    """The copy from elements that lie `distance` further in the buffer."""
-    return copy._replace(buffer_region=_moved(copy.buffer_region, distance))
-
-
-def _moved(region: Region, offset: int) -> Region:
-    return region._replace(offset=region.offset + offset)

@@ -109,17 +109,17 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     used = 0
-    for index, tensor in enumerate(manifest.tensors):
+    for index, num_bytes in enumerate(tensor.num_bytes for tensor in manifest.tensors):
         done = 0
-        while done < tensor.num_bytes or (done == 0 and tensor.num_bytes == 0):
+        while done < num_bytes or (done == 0 and num_bytes == 0):
             if used == capacity:
                 buckets.append(_close(len(buckets), pieces))
                 pieces, used = [], 0
-            size = min(tensor.num_bytes - done, capacity - used)
+            size = min(num_bytes - done, capacity - used)
             pieces.append(Piece(index, done, used, size))
             used += align(size)
             done += size
-            if tensor.num_bytes == 0:
+            if num_bytes == 0:
                 break
     if pieces:
         buckets.append(_close(len(buckets), pieces))

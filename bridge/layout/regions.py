@@ -39,6 +39,16 @@ def contiguous(num_elements: int, offset: int = 0) -> Region:
     return Region(offset, 1, num_elements, num_elements)
 
 
+def moved_region(region: Region, distance: int) -> Region:
+    """The region `distance` elements further."""
+    return Region(region.offset + distance, region.num_rows, region.num_columns, region.row_stride)
+
+
+def moved(copy: Copy, distance: int) -> Copy:
+    """The copy from, or to, elements that lie `distance` further in the buffer."""
+    return Copy(copy.tensor_region, copy.buffer, moved_region(copy.buffer_region, distance))
+
+
 def slice_copy(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
     """The pairs of regions of a copy whose tensor elements lie in [start, end), those of the tensor counted from `start`.
 
@@ -47,6 +57,8 @@ def slice_copy(copy: Copy, start: int, end: int) -> list[tuple[Region, Region]]:
     source, target = copy.tensor_region, copy.buffer_region
     if source.num_rows == 0 or source.num_columns == 0:
         return []
+    if start <= source.offset and source.offset + (source.num_rows - 1) * source.row_stride + source.num_columns <= end:
+        return [(moved_region(source, -start), target)]  # the usual case
     # rows with elements inside: from the first that ends after `start` to the last that begins before `end`
     begin = max(0, -(-(start - source.offset - source.num_columns + 1) // source.row_stride))
     stop = min(source.num_rows, max(0, -(-(end - source.offset) // source.row_stride)))

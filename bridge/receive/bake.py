@@ -1,14 +1,16 @@
 """Makes a load plan: runs a model's own `load_weights` once on meta tensors and records its copies.
 
 Nothing is changed by that. A layer is planned when every element of each of its parameters is written exactly once and vLLM
-leaves its weights as they were loaded; the others fall back to vLLM's loader, with a reason. Leaves out which layers vLLM
-transforms (vllm/weights/reload.py) and the use of a plan (unpack.py).
+leaves its weights as they were loaded; the others fall back to vLLM's loader, with a reason. Of a layer's experts
+only every 16th is loaded; if their offsets are linear in the expert's number, the others' are computed, else all are loaded.
+Leaves out which layers vLLM transforms (vllm/weights/reload.py) and the use of a plan (unpack.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.layout.manifest import Manifest, TensorSpec
 from bridge.layout.plan import LoadPlan
-from bridge.layout.regions import NOWHERE, Copy, Region, matching_regions
+from bridge.layout.regions import NOWHERE, Copy, Region, matching_regions, moved
 
 COPY = torch.ops.aten.copy_.default
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+SAMPLING = 16  # every so many experts of a layer are loaded, and the second and the last one
 CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Recorded = tuple[list[Copy], str | None]
@@ -63,7 +67,7 @@ def bake(
     layers = {name: layer for name, layer in model.named_modules() if _own_parameters(layer) and not derived(layer)}
     owners = _Owners(layers)
     try:
-        recorded = _record(manifest.tensors, load, owners)
+        recorded = _record_sampled(manifest.tensors, load, owners)
     except Exception:  # noqa: BLE001 # a loader may raise anything; find the tensors where it does
         recorded = [_record_one(spec, load, owners) for spec in manifest.tensors]
     fallback = {name: reason for name, layer in layers.items() if (reason := transformed(layer)) is not None}
@@ -136,6 +140,33 @@ class _Owners:
         return self._layers[parameter]
 
 
+def _record_sampled(specs: Sequence[TensorSpec], load: Loader, owners: _Owners) -> list[Recorded]:
+    """As `_record`, but loads only some of a layer's experts and computes the copies of the others, where that is possible."""
+    found: dict[tuple[object, ...], dict[int, int]] = {}  # index by expert, of tensors that differ in the expert alone
+    for index, spec in enumerate(specs):
+        if match := EXPERT.fullmatch(spec.name):
+            found.setdefault((match[1], match[3], spec.dtype, spec.shape), {})[int(match[2])] = index
+    stacks = [indices for indices in found.values() if indices.keys() == set(range(len(indices)))]
+    skipped = {i for indices in stacks for n, i in indices.items() if n % SAMPLING and 1 < n < len(indices) - 1}
+    loaded = [index for index in range(len(specs)) if index not in skipped]
+    recorded = dict(zip(loaded, _record([specs[index] for index in loaded], load, owners), strict=True))
+    for indices in stacks:
+        recorded |= _interpolated(indices, recorded)
+    if rest := sorted(skipped - recorded.keys()):
+        recorded |= zip(rest, _record([specs[index] for index in rest], load, owners), strict=True)
+    return [recorded[index] for index in range(len(specs))]
+
+
+def _interpolated(indices: dict[int, int], recorded: dict[int, Recorded]) -> dict[int, Recorded]:
+    """Copies of all experts of a stack by index, if the recorded ones' offsets are linear in the expert's number; else {}."""
+    (first, _), (second, _) = (recorded[indices.get(number, indices[0])] for number in (0, 1))
+    steps = [new.buffer_region.offset - old.buffer_region.offset for old, new in zip(first, second, strict=False)]
+    placed = list(zip(first, steps, strict=False))
+    found: dict[int, Recorded]
+    found = {index: ([moved(copy, number * step) for copy, step in placed], None) for number, index in indices.items()}
+    return found if first and all(recorded.get(index, each) == each for index, each in found.items()) else {}
+
+
 def _record_one(spec: TensorSpec, load: Loader, owners: _Owners) -> Recorded:
     try:
         return _record((spec,), load, owners)[0]
@@ -143,7 +174,7 @@ def _record_one(spec: TensorSpec, load: Loader, owners: _Owners) -> Recorded:
         return [], f"its loader wants real tensors: {type(error).__name__}"
 
 
-def _record(specs: tuple[TensorSpec, ...], load: Loader, owners: _Owners) -> list[Recorded]:
+def _record(specs: Sequence[TensorSpec], load: Loader, owners: _Owners) -> list[Recorded]:
     """For each tensor the copies that its loading makes, and the reason if they do not cover all of it."""
     tensors = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs]
     index_of = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(tensors)}

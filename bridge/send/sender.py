@@ -79,7 +79,7 @@ class StageSender:
             if num_elements != math.prod(spec.shape) or not dtypes <= {spec.dtype}:
                 raise RuntimeError(f"the weight source gave {num_elements} elements of {', '.join(dtypes)} for {spec}")
         copies_of = dict(enumerate(part.copies, first_tensor))
-        dtypes_of = [spec.dtype for spec in tensors]
+        dtypes_of = {index: spec.dtype for index, spec in enumerate(tensors[first_tensor:end_tensor], first_tensor)}
         begin, end = (bisect_left(self._pieces, tensor, key=lambda pair: pair[1].tensor) for tensor in (first_tensor, end_tensor))
         for bucket, group in itertools.groupby(self._pieces[begin:end], key=lambda pair: pair[0]):
             pieces = [piece for _, piece in group]

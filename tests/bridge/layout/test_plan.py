@@ -157,6 +157,54 @@ def test_layers_that_a_plan_cannot_serve_are_named() -> None:
     assert "some more than once" in bake_toy(twice, manifest).loader_fallback["norm"]
 
 
+class Experts(nn.Module):
+    """A layer's experts, each in the slot that `slots` has for it."""
+
+    def __init__(self, slots: dict[int, int]) -> None:
+        super().__init__()
+        self.slots, self.loaded = slots, list[str]()
+        self.w13 = nn.Parameter(torch.zeros(len(slots), 4, 3), requires_grad=False)
+        self.w2 = nn.Parameter(torch.zeros(len(slots), 3, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            self.loaded.append(name)
+            expert, part = name.removeprefix("mlp.experts.").split(".")
+            if (slot := self.slots.get(int(expert))) is not None:
+                rows = {"gate": self.w13[slot, :2], "up": self.w13[slot, 2:], "down": self.w2[slot]}
+                rows[part].data.copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_loaded"),
+    [
+        pytest.param({n: n for n in range(40)}, 15, id="in their order"),  # 0, 1, 16, 32 and 39, of three parts
+        pytest.param({n: 39 - n for n in range(40)}, 15, id="reversed"),
+        pytest.param({n: n // 2 for n in range(0, 40, 2)}, 120, id="some of them"),
+        pytest.param({n: n - 16 for n in range(16, 32)}, 120, id="those between"),
+        pytest.param({n: 7 * n % 40 for n in range(40)}, 120, id="mixed"),
+    ],
+)
+def test_experts_that_are_loaded_alike_are_planned_by_few(slots, num_loaded) -> None:
+    """The plan is that of all of them; `num_loaded`: of 120 tensors, which come as two expert-parallel ranks have them."""
+    shapes = {"gate": (2, 3), "up": (2, 3), "down": (3, 2)}
+    order = [expert + rank for expert in range(20) for rank in (0, 20)]
+    specs = [TensorSpec(f"mlp.experts.{n}.{part}", "float32", shape) for n in order for part, shape in shapes.items()]
+    manifest, planned, loaded = Manifest(tuple(specs)), Experts(slots), Experts(slots)
+    plan = bake(manifest, planned, planned.load_weights, lambda layer: None)
+    assert plan.loader_fallback == {}
+    assert len(set(planned.loaded)) == len(planned.loaded) == num_loaded
+    tensors = {spec.name: torch.randn(spec.shape) for spec in specs}
+    loaded.load_weights(tensors.items())
+    buffer = torch.zeros(256, dtype=torch.uint8)
+    unpacker, stage = unpacker_of(plan, len(buffer))
+    for bucket in stage.buckets:
+        fill(buffer, bucket, manifest, tensors)
+        unpacker.scatter(stage, bucket, buffer[: bucket.num_bytes])
+    assert torch.equal(planned.w13, loaded.w13)
+    assert torch.equal(planned.w2, loaded.w2)
+
+
 def test_a_plan_notices_that_parameters_moved() -> None:
     model = Toy()
     plan = bake_toy(model, manifest_of(torch.float32))

@@ -70,7 +70,7 @@ BUCKET_BYTES = 256
 
 def send(writer: ShmWriter, stage: StagePlan, values: list[torch.Tensor]) -> None:
     for bucket in stage.buckets:
-        buffer = writer.acquire(time.monotonic() + 10, lambda: None)
+        buffer = writer.acquire(time.monotonic() + 60, lambda: None)
         for piece in bucket.pieces:
             raw = values[stage.first_tensor + piece.tensor].view(torch.uint8)
             part = raw[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
