@@ -15,10 +15,12 @@ from jinja2 import meta
 
 from engine.rules import divisors
 from megasync.checks.data import beside_errors
+from megasync.checks.served_sizes import is_served_here, unserved_errors
 from megasync.config.errors import ConfigError, combined, nearest_name, refuse
 from megasync.config.judge_section import ENVIRONMENT, JudgeConfig
 from megasync.config.schema import Config
-from megasync.models.folder import check_weights, read_json_object
+from megasync.launch.devices import visible_devices
+from megasync.models.folder import check_weights, model_shape, read_json_object
 from megasync.rewards.failures import shown
 from megasync.rewards.functions import RewardInput
 from megasync.rewards.judges.judge import endpoint_settings, sampling_of
@@ -35,7 +37,7 @@ def check_judges(config: Config) -> None:
     """ConfigError for a judge that is named and not declared, or whose keys do not go together."""
     named_judges(config.rollout.reward, config.judges)
     refuse(_chosen_errors(config))
-    refuse(error for name, judge in config.judges.items() for error in _judge_errors(f"judges.{name}", judge))
+    refuse(error for name, judge in config.judges.items() for error in _judge_errors(config, f"judges.{name}", judge))
 
 
 def _chosen_errors(config: Config) -> Iterator[ConfigError]:
@@ -47,7 +49,7 @@ def _chosen_errors(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(f"{key} = {name}: rollout.reward does not name it", **lines)
 
 
-def _judge_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
+def _judge_errors(config: Config, key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
     if bool(judge.path) == bool(judge.endpoint):
         problem = "has both a path and an endpoint" if judge.path else "has neither a path nor an endpoint"
         yield ConfigError(f"{key}: {problem}", remedy=f"write {key}.path=FOLDER or {key}.endpoint=http://HOST:PORT/v1")
@@ -64,14 +66,14 @@ def _judge_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
     if judge.path and not (Path(judge.path) / "config.json").is_file():
         yield ConfigError(f"{key}.path = {judge.path}: is no model folder", remedy="name a folder with config.json and weights")
     elif judge.path:
-        yield from _folder_errors(key, judge)
+        yield from _folder_errors(config, key, judge)
     reads = meta.find_undeclared_variables(ENVIRONMENT.parse(judge.prompt + judge.system))
     if "response" not in reads:
         remedy = f"write {{{{ response }}}} into {key}.prompt where the response is to stand"
         yield ConfigError(f"{key}.prompt = {shown(judge.prompt)}: does not show the response", remedy=remedy)
 
 
-def _folder_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
+def _folder_errors(config: Config, key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
     """The weights are whole, and vLLM has the arguments and divides the heads. The family may be any that it serves."""
     yield from beside_errors(key, judge)
     folder = Path(judge.path)
@@ -82,12 +84,24 @@ def _folder_errors(key: str, judge: JudgeConfig) -> Iterator[ConfigError]:
     except ConfigError as error:  # which speaks of model.path
         yield error.about("model.path", f"{key}.path")
         return
+    if is_served_here(config):
+        yield from _kernel_errors(config, f"{key}.path", folder)
     text = fields.get("text_config")
     heads = (text if isinstance(text, dict) else fields).get("num_attention_heads")
     if type(heads) is int and heads % judge.tensor_parallel:
         message = f"{key}.tensor_parallel = {judge.tensor_parallel}: does not divide the model's {heads} attention heads"
         good = [size for size in divisors(heads) if size <= judge.tensor_parallel]
         yield ConfigError(message, choices=", ".join(map(str, divisors(heads))), remedy=f"write {key}.tensor_parallel={good[-1]}")
+
+
+def _kernel_errors(config: Config, key: str, folder: Path) -> Iterator[ConfigError]:
+    """Sizes that vLLM has no kernels for, of models that the engine knows, too; of others vLLM says so as it starts."""
+    try:
+        shape = model_shape(folder)
+    except ConfigError:
+        return
+    for error in unserved_errors(config, folder, shape, "name another judge", on_gpus=bool(visible_devices())):
+        yield error.about("model.path", key)
 
 
 def ask_judges(config: Config, inputs: Sequence[RewardInput]) -> list[str]:

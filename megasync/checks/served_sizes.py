@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 
 import psutil
 
@@ -27,26 +28,42 @@ LATENT_SERVED = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # vllm/v1/attenti
 
 
 def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
-    """vLLM has attention of these sizes here, divides the heads over its workers, and has the positions."""
+    """vLLM has kernels for the model here, divides its heads over its workers, and has the positions."""
     path, rollout = config.model.path, config.rollout
-    other_model = "take another model, a machine with a GPU, or write algorithm.name=sft"
-    served = LATENT_SERVED if shape.kv_lora_rank else {}
-    for name, size in served.items():
-        if getattr(shape, name) != size:
-            headline = f"{path}/config.json: {name} = {getattr(shape, name)}: vLLM has no multi-latent attention of this size"
-            yield ConfigError(headline, choices=str(size), remedy=other_model)
-    yield from _gpu_errors(config, shape) if on_gpus else _delta_errors(config, shape)
-    head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
-    has_cpu_attention = on_gpus or find_spec("vllm") is None or shape.kv_lora_rank or head in HEADS_ON_CPUS
-    if not has_cpu_attention:
-        headline = f"{path}/config.json: head_dim = {head}: vLLM has no attention of this size on CPUs"
-        yield ConfigError(headline, choices=", ".join(map(str, HEADS_ON_CPUS)), remedy=other_model)
+    yield from unserved_errors(config, path, shape, "take another model, or write algorithm.name=sft", on_gpus=on_gpus)
+    yield from _adapter_errors(config, shape) if on_gpus else ()
     if rollout.tensor_parallel not in even_workers(shape):
         yield size_error(config, "rollout.tensor_parallel", uneven_problem(shape), even_workers(shape))
     positions = shape.max_position_embeddings
     if rollout.max_model_len is not None and 0 < positions < rollout.max_model_len:
         model, remedy = f"max_position_embeddings = {positions} in {path}", f"write rollout.max_model_len={positions} or less"
         yield wrong(config, "rollout.max_model_len", "more than the model has positions", model=model, remedy=remedy)
+
+
+def unserved_errors(config: Config, path: str | Path, shape: ModelShape, remedy: str, *, on_gpus: bool) -> Iterator[ConfigError]:
+    """Sizes, and a dtype, of the model in `path` that vLLM has no kernels for here. It may be a teacher, a judge or a draft."""
+    for name, size in LATENT_SERVED.items() if shape.kv_lora_rank else ():
+        if getattr(shape, name) != size:
+            headline = f"{path}/config.json: {name} = {getattr(shape, name)}: vLLM has no multi-latent attention of this size"
+            yield ConfigError(headline, choices=str(size), remedy=remedy)
+    sizes, names = tuple(getattr(shape, name) for name in LATENT_SIZES), ", ".join(LATENT_SIZES)
+    if on_gpus and shape.kv_lora_rank and sizes not in LATENT_ON_GPUS:
+        headline = f"{path}/config.json: {names} = {sizes}: vLLM has no multi-latent attention of these on GPUs"
+        yield ConfigError(headline, choices="; ".join(map(str, LATENT_ON_GPUS)), remedy=remedy)
+    if on_gpus or find_spec("vllm") is None:
+        return
+    remedy = f"{remedy}, or take a machine with a GPU"
+    for name in ("linear_key_head_dim", "linear_value_head_dim") if shape.linear_num_value_heads else ():
+        if getattr(shape, name) != DELTA_ON_CPUS:
+            headline = f"{path}/config.json: {name} = {getattr(shape, name)}: vLLM has no gated delta net of this size on CPUs"
+            yield ConfigError(headline, choices=str(DELTA_ON_CPUS), remedy=remedy)
+    if shape.linear_num_value_heads and config.model.dtype != "bfloat16":
+        lines = {"model": str(path), "choices": "bfloat16", "remedy": "write model.dtype=bfloat16"}
+        yield wrong(config, "model.dtype", "vLLM has gated delta nets on CPUs in bfloat16 alone", **lines)
+    head = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    if not (shape.kv_lora_rank or head in HEADS_ON_CPUS):
+        headline = f"{path}/config.json: head_dim = {head}: vLLM has no attention of this size on CPUs"
+        yield ConfigError(headline, choices=", ".join(map(str, HEADS_ON_CPUS)), remedy=remedy)
 
 
 def even_workers(shape: ModelShape) -> list[int]:
@@ -72,14 +89,9 @@ def _worker_sizes(shape: ModelShape) -> dict[str, int]:
     return {name: getattr(shape, name) for name in names}
 
 
-def _gpu_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
-    """On GPUs vLLM has multi-latent attention of some sizes, and adapters in 16 bits; 0.26 makes other linears of delta nets."""
-    sizes, lora = tuple(getattr(shape, name) for name in LATENT_SIZES), config.engine.lora
-    if shape.kv_lora_rank and sizes not in LATENT_ON_GPUS:
-        names = ", ".join(LATENT_SIZES)
-        headline = f"{config.model.path}/config.json: {names} = {sizes}: vLLM has no multi-latent attention of these on GPUs"
-        remedy = "take another model, or write algorithm.name=sft"
-        yield ConfigError(headline, choices="; ".join(map(str, LATENT_ON_GPUS)), remedy=remedy)
+def _adapter_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+    """On GPUs vLLM has adapters in 16 bits; 0.26 makes other linears of delta nets."""
+    lora = config.engine.lora
     if not lora.rank or lora.sync != "adapter":
         return
     if config.model.dtype == "float32":
@@ -89,21 +101,6 @@ def _gpu_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     if shape.num_delta_net_layers:
         problem = f"adapters alone of {shape.model_type} were tried with vLLM on CPUs only"
         yield wrong(config, "engine.lora.sync", problem, choices="merged", remedy="write engine.lora.sync=merged")
-
-
-def _delta_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
-    """On CPUs vLLM has gated delta nets of one size and dtype."""
-    if not shape.linear_num_value_heads or find_spec("vllm") is None:
-        return
-    other_model = "take another model, a machine with a GPU, or write algorithm.name=sft"
-    for name in ("linear_key_head_dim", "linear_value_head_dim"):
-        if getattr(shape, name) != DELTA_ON_CPUS:
-            headline = f"{config.model.path}/config.json: {name} = {getattr(shape, name)}"
-            headline += ": vLLM has no gated delta net of this size on CPUs"
-            yield ConfigError(headline, choices=str(DELTA_ON_CPUS), remedy=other_model)
-    if config.model.dtype != "bfloat16":
-        problem = "vLLM has gated delta nets on CPUs in bfloat16 alone"
-        yield wrong(config, "model.dtype", problem, choices="bfloat16", remedy="write model.dtype=bfloat16")
 
 
 def length_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:

@@ -51,7 +51,7 @@ def check_layout(config: Config, shape: ModelShape, num_ranks: int, *, on_gpus: 
     if config.algorithm.name == "grpo":
         found += served_errors(config, shape, on_gpus=on_gpus)
         found += fp8_errors(config, shape, on_gpus=on_gpus)
-        drafts = list(speculation_errors(config, shape))
+        drafts = list(speculation_errors(config, shape, on_gpus=on_gpus))
         found += drafts or cache_errors(config, shape)  # the cache is a draft model's, too
         found += [*length_errors(config, shape), *placement_errors(config, num_ranks)]
     refuse(found)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.config import BIASED_ROUTERS, BY_LAYER_TYPE, DELTA_NET_FAMILIES, FAMILIES, GPT_OSS
-from megasync.checks.served_sizes import even_workers, uneven_problem
+from megasync.checks.served_sizes import even_workers, uneven_problem, unserved_errors
 from megasync.checks.sizes import size_error
 from megasync.config.errors import ConfigError, wrong
 from megasync.config.schema import Config
@@ -23,7 +23,7 @@ DRAFT_FAMILIES = tuple(name for name in FAMILIES if name not in (*DELTA_NET_FAMI
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # vLLM 0.26 selects another method for a path with one of these words
 
 
-def speculation_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+def speculation_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
     """Errors for keys and families that exclude drafts, and for draft models that vLLM cannot load. Reads the draft's folder."""
     own = config.rollout.speculation
     if not own.is_set:
@@ -35,7 +35,7 @@ def speculation_errors(config: Config, shape: ModelShape) -> Iterator[ConfigErro
     if own.method == "draft_model" and not own.path:
         yield wrong(config, PATH, "is not set", remedy=f"write {PATH}=FOLDER")
     elif own.method == "draft_model":
-        yield from _draft_errors(config, shape)
+        yield from _draft_errors(config, shape, on_gpus=on_gpus)
 
 
 def _key_errors(config: Config) -> Iterator[ConfigError]:
@@ -58,7 +58,7 @@ def _key_errors(config: Config) -> Iterator[ConfigError]:
         yield wrong(config, METHOD, problem, choices="none, ngram", remedy=f"write {METHOD}=ngram")
 
 
-def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
+def _draft_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterator[ConfigError]:
     folder = Path(config.rollout.speculation.path)
     try:
         draft = check_model_folder(folder)
@@ -78,6 +78,8 @@ def _draft_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     if word := next((word for word in OTHER_METHODS if word in os.path.realpath(folder).lower()), ""):
         problem = f"vLLM takes a path with {word!r} for a draft of another kind"
         yield wrong(config, PATH, problem, remedy="name a folder, and folders above it, without this word")
+    for found in unserved_errors(config, folder, draft, f"name another draft model, or {NONE}", on_gpus=on_gpus):
+        yield found.about("model.path", PATH)
     if config.rollout.tensor_parallel not in even_workers(draft):
         yield size_error(config, "rollout.tensor_parallel", uneven_problem(draft), even_workers(draft), folder)
 

@@ -16,13 +16,14 @@ from engine.peft.fields import AdapterError
 from engine.peft.folder import check_peft_folder
 from megasync.checks.data import beside_errors
 from megasync.checks.resume import first_step
-from megasync.checks.served_sizes import even_workers, uneven_problem
+from megasync.checks.served_sizes import even_workers, is_served_here, uneven_problem, unserved_errors
 from megasync.checks.sizes import size_error
 from megasync.config.errors import ConfigError, nearest_name, refuse, some, wrong
 from megasync.config.files import VERSIONS, teacher_folder
 from megasync.config.schema import Config
 from megasync.config.teacher_section import START, TeacherConfig
 from megasync.data.tokenizer import vocabulary_difference
+from megasync.launch.devices import visible_devices
 from megasync.models.computed import different_fields
 from megasync.models.folder import check_model_folder, model_shape
 
@@ -132,6 +133,10 @@ def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterato
         problem = f"its tokenizer is another one than that of model.path = {own}: {difference}"
         yield ConfigError(f"{key} = {folder}: {problem}", remedy=remedy)
     if not config.teacher.is_in_trainer:
+        remedy = "name another teacher, or one of the policy's shape with teacher.place=trainer"
+        if is_served_here(config):
+            found = unserved_errors(config, folder, shape, remedy, on_gpus=bool(visible_devices()))
+            yield from (error.about("model.path", key) for error in found)
         if config.teacher.tensor_parallel not in even_workers(shape):
             yield size_error(config, "teacher.tensor_parallel", uneven_problem(shape), even_workers(shape), folder)
         return

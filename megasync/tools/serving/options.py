@@ -70,7 +70,7 @@ def check_servable(config: Config) -> None:
     check_temporary_folder()
     shape, on_gpus = check_model_folder(config.model.path), bool(visible_devices())
     of_replicas = (exact_errors(config, shape, on_gpus=on_gpus), served_errors(config, shape, on_gpus=on_gpus))
-    refuse([*chain(*of_replicas), *speculation_errors(config, shape)])
+    refuse([*chain(*of_replicas), *speculation_errors(config, shape, on_gpus=on_gpus)])
     check_cache_memory(config)
     check_data(config)
     check_engine_arguments(config)

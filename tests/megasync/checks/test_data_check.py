@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megasync.checks.check import check_config
 from megasync.config.load import load_config
 from megasync.data.load import load_data
 from tests.support.config_files import cannot_run, command, refusal, write, write_model
@@ -44,6 +45,13 @@ def test_a_run_without_a_prompt_that_fits_ends_before_it_starts(runnable: Path, 
     done = command("-m", "megasync.train", str(runnable), "rollout.max_new_tokens=4", "rollout.max_model_len=7", *flags)
     assert (done.returncode, done.stdout) == (2, "")
     assert "data.train: 2 of 2 examples are too long\n  longest: line 1, 8 tokens" in done.stderr
+
+
+def test_a_column_of_the_evaluation_alone_is_named_there(runnable: Path, tmp_path: Path) -> None:
+    """data.prompt_key is that of the training data, too."""
+    held_out = write(tmp_path / "held_out.jsonl", '{"questions": "1+1=", "answer": "2"}\n')
+    assert refusal(runnable, f"data.eval={held_out}").remedy.startswith("write data.eval.NAME.prompt_key=questions, or ")
+    check_config(load_config(runnable, [f"data.eval={{a: {{path: {held_out}, prompt_key: questions}}}}"]), 2)
 
 
 def test_every_limit_counts(runnable: Path, tmp_path: Path) -> None:

@@ -130,6 +130,13 @@ def test_a_judges_weights_are_whole(tmp_path: Path) -> None:
     assert error.headline.startswith(f"{weights}: ") and error.lines["named_by"] == "judges.quality.path"
 
 
+@pytest.mark.vllm_on_cpu
+def test_heads_of_a_judge_that_vllm_has_no_kernels_for(tmp_path: Path) -> None:
+    write_model(tmp_path / "judge", head_dim=48)
+    error = refusal(write_runnable(tmp_path), *QUALITY, f"judges.quality.path={tmp_path / 'judge'}", world_size=1)
+    assert (error.key, error.value, error.lines["named_by"]) == ("head_dim", "48", "judges.quality.path")
+
+
 @pytest.mark.parametrize("scale", ["[1]", "[1,2,3]", "[a,b]", "[1,null]", "[5,1]", "[true,2]", "5"])
 def test_a_scale_has_two_numbers(tmp_path: Path, scale: str) -> None:
     path = write_runnable(tmp_path)

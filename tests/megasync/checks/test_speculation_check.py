@@ -129,17 +129,26 @@ def test_a_draft_has_the_tokens_of_the_model(tmp_path: Path, folder: Path, named
 def test_families(tmp_path: Path, folder: Path, family: str) -> None:
     model = write_tiny_model(tmp_path, family, **(SERVED if family in LATENT_FAMILIES else {}))
     given = load_config(folder / "config.yaml", [NGRAM, f"model.path={model}"])
-    assert bool(list(speculation_errors(given, model_shape(model)))) == (family in DELTA_NET_FAMILIES)
+    assert bool(list(speculation_errors(given, model_shape(model), on_gpus=True))) == (family in DELTA_NET_FAMILIES)
     given = load_config(folder / "config.yaml", [DRAFT, f"{KEY}.path={model}"])
-    errors = map(str, speculation_errors(given, model_shape(folder / "model")))
+    errors = map(str, speculation_errors(given, model_shape(folder / "model"), on_gpus=True))
     assert any(f"draft models of {family}" in error for error in errors) == (family not in DRAFT_FAMILIES)
 
 
 def test_vllm_takes_a_path_with_another_methods_name_for_that_method(tmp_path: Path, folder: Path) -> None:
     draft = write_tiny_model(tmp_path / "Eagle-runs" / "draft", "llama")
     given = load_config(folder / "config.yaml", [DRAFT, f"{KEY}.path={draft}"])
-    (error,) = speculation_errors(given, model_shape(folder / "model"))
+    (error,) = speculation_errors(given, model_shape(folder / "model"), on_gpus=True)
     assert str(error).startswith(f"{KEY}.path = ")
+
+
+@pytest.mark.vllm_on_cpu
+def test_a_draft_whose_heads_vllm_has_on_gpus_alone(tmp_path: Path, folder: Path) -> None:
+    draft = write_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1, head_dim=48)
+    given, shape = load_config(folder / "config.yaml", [DRAFT, f"{KEY}.path={draft}"]), model_shape(folder / "model")
+    assert list(speculation_errors(given, shape, on_gpus=True)) == []
+    (error,) = speculation_errors(given, shape, on_gpus=False)
+    assert (error.key, error.value, error.lines["named_by"]) == ("head_dim", "48", f"{KEY}.path")
 
 
 def test_a_path_without_a_draft_model_is_not_read(folder: Path) -> None:

@@ -18,6 +18,7 @@ from megasync.rollouts.turns import episode_settings
 from megasync.run.replica_start import teacher_replica_config
 from megasync.tools.assets.command import build_tokenizer
 from tests.support.config_files import cannot_run, refusal, refused, write_model
+from tests.support.tiny_models import write_tiny_model
 
 ENDPOINT = "teacher.endpoint=http://host:8000/v1"
 START = "teacher.version=start"
@@ -187,6 +188,25 @@ def test_replicas_of_a_teacher_that_vllm_would_not_start(runnable: Path, overrid
     assert error.key == f"teacher.{override.partition('=')[0]}" and error.remedy.startswith(remedy)
     given = [f"teacher.path={folder}", "teacher.engine_arguments.max_model_len=512", "rollout.max_new_tokens=16"]
     check_config(load_config(runnable, given), 2)
+
+
+@pytest.mark.vllm_on_cpu
+@pytest.mark.parametrize(
+    ("family", "sizes", "wrong"),
+    [
+        ("deepseek_v3", {"qk_rope_head_dim": 64}, {"kv_lora_rank": "32"}),
+        ("seed_oss", {"head_dim": 48}, {"head_dim": "48"}),
+        ("qwen3_5_text", {"linear_key_head_dim": 128}, {"linear_value_head_dim": "24", "model.dtype": "float32"}),
+    ],
+)
+def test_sizes_of_a_teacher_that_vllm_has_no_kernels_for(
+    runnable: Path, tmp_path: Path, family: str, sizes: dict[str, int], wrong: dict[str, str]
+) -> None:
+    folder = write_tiny_model(tmp_path, family, num_hidden_layers=2, **sizes)
+    build_tokenizer().save_pretrained(folder)
+    errors = refusal(runnable, "model.dtype=float32", f"teacher.path={folder}").parts
+    assert {error.key: error.value for error in errors} == wrong
+    assert all(error.lines["named_by"] == "teacher.path" and error.remedy for error in errors)
 
 
 def test_a_teachers_weights_are_whole(runnable: Path) -> None:
