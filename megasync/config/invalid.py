@@ -8,6 +8,7 @@ Leaves out reading the file (load.py).
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -106,7 +107,10 @@ def _explained(found: ErrorDetails, keys: Mapping[str, FieldInfo], sources: Mapp
         return ConfigError(f"{key} = {value}: out of range", given_in=given_in, allowed=bounds(field), remedy=remedy)
     lines = {"given_in": given_in, "choices": ", ".join(allowed)}
     if found["type"] == "literal_error" and isinstance(value, str):
-        return ConfigError(f"{message}: not one of the choices", **lines, **_other_choice(key, value, allowed))
+        parts = re.findall(r"[^\s,]+", value)
+        is_list = kind is list and parts and {*parts} <= {*allowed}
+        near = {"remedy": f"write {key}=[{','.join(parts)}]"} if is_list else _other_choice(key, value, allowed)
+        return ConfigError(f"{message}: not one of the choices", **lines, **near)
     if "example" in context:  # from one of our validators, with its own message
         remedy = f"write for example {key}={context['example']}"
         return ConfigError(f"{message}: {found['msg']}", **lines | {"choices": context["choices"]}, remedy=remedy)

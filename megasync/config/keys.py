@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -106,26 +107,39 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
     """(key, advice): the key that was probably meant, or advice if another project has the name and there is no such key here;
     both empty if nothing is similar.
 
-    Tried in this order: a name of another project with at least two parts, a key with the same last part, a name of another
-    project by its last part, a similar key of the same section, a key with a similar last part.
+    Tried in this order: a key of the same section, written with the section's name in it; a name of another project with at least
+    two parts; a key with the same last part; a name of another project by its last part; a similar key of the same section; a key
+    with a similar last part.
     """
     keys = list(keys)
     if (dotted := SEPARATOR.sub(".", unknown)) in keys:  # engine__wrap, engine/wrap
         return dotted, ""
     above, _, name = unknown.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in below(keys, above)}
+    if any(found := _without_section(siblings, above.rpartition(".")[2], name)):
+        return found
     found = others.meaning(unknown)
-    with_same = [key for key in keys if key.rpartition(".")[2] == name]
+    is_section = bool(above) and name in keys  # which no key outside of `above` can have been meant by
+    with_same = [key for key in keys if key.rpartition(".")[2] == name and (not is_section or key.startswith(f"{above}."))]
     if any(found) and (not above or found != others.meaning(name) or not with_same):
         return found
     if with_same:
         says_much = name not in ANYWHERE or not above or _is_ours(keys, above)
         return (nearest_name(unknown, with_same) or min(with_same, key=len)) if says_much else "", ""
-    siblings = {key.rpartition(".")[2]: key for key in below(keys, above)}
-    if near := nearest_name(name, siblings):
-        return siblings[near], ""
+    if is_section or (near := nearest_name(name, siblings)):
+        return "" if is_section else siblings[near], ""
     elsewhere = [key for key in reversed(keys) if "." in key or not above]  # a whole section is no misspelling of a section's key
     by_last = {last: key for key in elsewhere if (last := key.rpartition(".")[2]) != ANY_NAME}
     return by_last.get(nearest_name(name, by_last, ELSEWHERE), "") if len(name) > SHORT else "", ""
+
+
+def _without_section(siblings: Mapping[str, str], section: str, name: str) -> tuple[str, str]:
+    """As `nearest_key`, for a name that repeats its section's, as checkpoint.checkpoint_every_steps does."""
+    rest = "_".join(part for part in name.split("_") if part != section)
+    if not rest or rest == name:
+        return "", ""
+    near = difflib.get_close_matches(rest, siblings, 1, ELSEWHERE)
+    return (siblings[near[0]], "") if near else others.meaning(f"{section}.{rest}")
 
 
 def _is_ours(keys: Sequence[str], section: str) -> bool:

@@ -60,7 +60,7 @@ SAME = {  # key: its names in verl, TRL, slime, OpenRLHF, NeMo RL, AReaL, prime-
     "data.shuffle": "rollout_shuffle shuffle_dataset",
     "data.split": "dataset_train_split",
     "data.too_long": "filter_overlong_prompts truncation",
-    "data.train": "datasets train_dataset.path dataset dataset_name prompt_data train_dataset train_files",
+    "data.train": "data.path datasets train_dataset.path dataset dataset_name prompt_data train_dataset train_files",
     "engine.logits_chunk_tokens": "log_probs_chunk_size",
     "engine.lora.adapter_path": "lora_adapter_path",
     "engine.lora.alpha": "lora_alpha",
@@ -139,6 +139,7 @@ SAME = {  # key: its names in verl, TRL, slime, OpenRLHF, NeMo RL, AReaL, prime-
     "run.steps": "max_num_steps max_steps num_rollout num_steps total_training_steps",
     "sync.bucket_bytes": "update_weights_bucket_megabytes",
     "sync.transport": "vllm_sync_backend",
+    "teacher.path": "teacher.model",
 }
 INSTEAD = {  # names without a key here: advice
     "gpus_per_node num_nodes rollout_num_gpus actor_num_gpus_per_node actor_num_nodes n_gpus_per_node nnodes num_gpus "

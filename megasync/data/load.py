@@ -84,7 +84,7 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         if is_trained(key) and not trains:
             continue
         columns, notes = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key), list[str]()
-        section = key if key.count(".") > 1 else "data"
+        section = key if key.count(".") > 1 else "data" if is_trained(key) or is_supervised or not trains else "data.eval.NAME"
         split_key = key if key == "data.eval" else f"{section}.split"
         try:
             where = {"split": source.split, "section": section, "split_key": split_key}

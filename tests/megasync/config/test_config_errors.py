@@ -45,6 +45,10 @@ def empty(tmp_path: Path) -> Path:
         ("algorithm.epsilon_high", "algorithm.clip_high"), ("n_samples_per_prompt", "rollout.group_size"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", "rollout.tensor_parallel"), ("epsilon", "algorithm.clip_low"),
         ("actor_rollout_ref.actor.optim.lr", "engine.optimizer.learning_rate"), ("engine.bf16", "model.dtype"),
+        ("engine.parallel.tensor_parallel", "engine.parallel.tensor"), ("teacher.model", "teacher.path"),
+        ("engine.parallel.pipeline_parallel_size", "engine.parallel.pipeline"), ("data.path", "data.train"),
+        ("checkpoint.checkpoint_every_steps", "checkpoint.every_steps"), ("rollout.rollout_n", "rollout.group_size"),
+        ("data.data_path", "data.train"),
     ],
 )  # fmt: skip
 def test_unknown_key_in_an_override(empty: Path, key: str, nearest: str) -> None:
@@ -296,9 +300,16 @@ def test_bad_interpolation(empty: Path, value: str) -> None:
 @given(st.text(max_size=30))
 def test_no_override_ends_in_a_traceback(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = write(tmp_path_factory.mktemp("fuzz") / "a.yaml", "")
-    for override in (text, f"run.name={text}", f"run.steps={text}", f"sync.bucket_bytes={text}", f"engine.{text}=1"):
+    values = [f"{key}={text}" for key in ("run.name", "run.steps", "sync.bucket_bytes")]
+    for override in (text, *values, f"engine.{text}=1", f"a.{text}.{text}_=1"):
         with contextlib.suppress(ConfigError):
             load_config(path, [override])
+
+
+def test_a_list_that_is_written_as_one_text(empty: Path) -> None:
+    key = "engine.lora.targets"
+    assert f"write {key}=[linear_qkv,linear_proj]\n" in refused(empty, f"{key}=linear_qkv, linear_proj,") + "\n"
+    assert f"write {key}=linear_proj\n" in refused(empty, f"{key}=linear_poj") + "\n"
 
 
 def test_ranges_in_words() -> None:

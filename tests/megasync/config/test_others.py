@@ -200,7 +200,10 @@ def test_sections_with_other_separators(given: str) -> None:
     assert nearest_key(KEYS, given) == (given.replace("__", ".").replace("/", ".").replace(":", "."), "")
 
 
-@pytest.mark.parametrize("name", ["normalize_reward", "prompt_maximum", "kl_estimate_of_all", "critic_rate", "trainer.lambda_x"])
+FAR = ["normalize_reward", "prompt_maximum", "kl_estimate_of_all", "critic_rate", "trainer.lambda_x", "engine.model"]
+
+
+@pytest.mark.parametrize("name", FAR)
 def test_no_key_of_another_section_is_guessed_where_the_names_are_far_apart(name: str) -> None:
     assert nearest_key(KEYS, name) == ("", "")
 

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     own = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, *command], cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=400
     )
 
 
