@@ -45,8 +45,9 @@ train() { # CASE GPUS [key=value ...]
   end "$case" $? "│"
 }
 
-dtype_rollout() { # SHAPES TOKENS DTYPE: 128 samples of so many tokens in the model's dtype, or in FP8
-  rollout "$1-rollout-$3" 0 bench.shapes="$1" rollout.dtype="$3" bench.num_prompts=128 bench.prompt_tokens=64 bench.rounds=3 \
+dtype_rollout() { # SHAPES TOKENS DTYPE: 128 samples of so many tokens in bf16, or in FP8
+  local dtype=${3/bf16/model}
+  rollout "$1-rollout-$3" 0 bench.shapes="$1" rollout.dtype="$dtype" bench.num_prompts=128 bench.prompt_tokens=64 bench.rounds=3 \
     rollout.max_new_tokens="$2" rollout.max_model_len=$((64 + $2)) rollout.max_num_seqs=128 rollout.kv_cache_bytes=8GiB \
     rollout.enforce_eager=false rollout.gpu_memory_utilization=0.48
 }
@@ -117,9 +118,9 @@ for case in "$@"; do
       rollout 3b-rollout 0 bench.num_prompts=256 bench.prompt_tokens=64 bench.median_tokens=430 bench.rounds=5 \
         rollout.max_new_tokens=2048 rollout.max_model_len=2560 rollout.max_num_seqs=256 rollout.kv_cache_bytes=24GiB \
         rollout.enforce_eager=false rollout.gpu_memory_utilization=0.4 ;;
-    7b-rollout-model) dtype_rollout 7b 1024 model ;;
+    7b-rollout-bf16) dtype_rollout 7b 1024 bf16 ;;
     7b-rollout-fp8) dtype_rollout 7b 1024 fp8 ;;
-    30b-a3b-rollout-model) dtype_rollout 30b-a3b 512 model ;;
+    30b-a3b-rollout-bf16) dtype_rollout 30b-a3b 512 bf16 ;;
     30b-a3b-rollout-fp8) dtype_rollout 30b-a3b 512 fp8 ;;
     model-rollout-16) model_rollout 16 ;;
     model-rollout-45) model_rollout 45 ;;

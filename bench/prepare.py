@@ -48,7 +48,7 @@ def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
     if verb == "rollout":
         _check_lengths(config)
         is_bare = config.rollout.dtype == "fp8" and config.bench.shapes is None and not bench.lora_rank
-        _refuse("rollout.dtype", is_bare, "fp8", "without a sync needs bench.shapes and GPUs", "model")
+        _refuse("rollout.dtype", is_bare, "fp8", "it has weights by a sync, or random ones of bench.shapes on GPUs", "model")
     return config
 
 
