@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_DISABLE_JIT": "1",  # of vLLM's drafts from n-grams: compiling takes longer than they do
     "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}",  # stays after a run
 }
 for name, value in ENVIRONMENT.items():
@@ -59,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class DurationRecorder:
-    """Sums the seconds of each file and writes them at the end; in the process that starts the workers."""
+    """Sums the seconds of each file and writes them at the end; in the process that starts the workers. Files that did not run
+    keep theirs."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -68,8 +70,9 @@ class DurationRecorder:
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        rounded = {file: round(seconds, 1) for file, seconds in sorted(self.seconds.items())}
-        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+        known = {file: seconds for file, seconds in json.loads(DURATIONS.read_text()).items() if (ROOT / file).is_file()}
+        rounded = known | {file: round(seconds, 1) for file, seconds in self.seconds.items()}
+        DURATIONS.write_text(json.dumps(rounded, indent=1, sort_keys=True) + "\n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

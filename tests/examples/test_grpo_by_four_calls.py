@@ -20,7 +20,7 @@ STEPS = 12
 def test_the_reward_rises(tmp_path: Path) -> None:
     write_assets(tmp_path / "assets", seed=0)
     command = [sys.executable, "-m", "examples.grpo_by_four_calls", str(tmp_path / "assets"), "--steps", str(STEPS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     rewards = [float(each) for each in re.findall(r"^step .* reward (\S+)", done.stdout, flags=re.MULTILINE)]
     assert len(rewards) == STEPS

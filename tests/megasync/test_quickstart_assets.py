@@ -280,8 +280,8 @@ def test_a_phase_ends_with_the_quickstart(kind: signal.Signals) -> None:
         if kind != signal.SIGKILL:
             assert process.stdout.readline() == "over\n"
             process.send_signal(kind)  # that of an impatient user changes nothing
-        assert process.wait(timeout=20) == (-kind if kind == signal.SIGKILL else 128 + kind)
-        _, alive = psutil.wait_procs(children, timeout=10)
+        assert process.wait(timeout=120) == (-kind if kind == signal.SIGKILL else 128 + kind)
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
 
 

@@ -83,11 +83,12 @@ def test_episodes_are_kept_with_the_rewards_of_their_turns(run: tuple[Path, str]
 
 
 def test_drafts_are_verified_and_counted(run: tuple[Path, str]) -> None:
-    """A pass over drafts adds one to three tokens to a sample."""
+    """A pass over drafts adds one to three tokens to a sample. A step may have none."""
     lines = metrics(run[0])
     assert all(line["rollout/drafted_tokens"] >= line["rollout/accepted_tokens"] >= 0 for line in lines)
     assert sum(line["rollout/accepted_tokens"] for line in lines) > 0
-    assert all(1 <= line["rollout/accepted_length"] <= 3 for line in lines)
+    lengths = [line["rollout/accepted_length"] for line in lines if line["rollout/drafted_tokens"]]
+    assert lengths and all(1 <= length <= 3 for length in lengths)
 
 
 def test_episodes_that_fail_are_counted_and_have_no_part_in_their_groups(run: tuple[Path, str]) -> None:

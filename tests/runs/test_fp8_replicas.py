@@ -24,7 +24,7 @@ from tests.runs.sync_pools import GREEDY, load, own_ray, start, tokens, write_se
 from tests.support.replicas import OpenPool
 from tests.support.sources import DictSource
 
-pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm_on_cpu
 SEQUENCES = [(5, 6, 7, 8, 9, 100, 3), (9, 8), tuple(range(20, 60))]
 
 

@@ -47,7 +47,7 @@ def run_of(folder: Path, keys: dict[str, Any]) -> Path:
 def killed(run: Run) -> int:
     run.wait_for(KILLED_AFTER)
     run.ranks()[0].kill()
-    assert run.process.wait(100) != 0
+    assert run.process.wait(300) != 0
     return len(metrics(run.folder))
 
 

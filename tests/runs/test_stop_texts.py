@@ -32,7 +32,7 @@ def test_responses_end_right_at_their_stop_text(on_update: str, tmp_path: Path) 
         kill_an_engine(run.marker)
         run.wait_for(STEPS_BEFORE + STEPS_AFTER)
         (run.folder / "stop").touch()
-        run.process.wait(timeout=120)
+        run.process.wait(timeout=300)
     text_of = Detokenizer(load(str(tmp_path / "assets" / "model"))[0]).text
     kinds = set()
     for path in paths_of(run.folder).values():

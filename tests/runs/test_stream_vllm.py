@@ -175,7 +175,7 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
     assert ray.get(actor.handle.abort.remote(pool._num_pauses)) is ReplicaState.SERVING
     ray.get(held)
     with pytest.raises(ray.exceptions.RayTaskError, match="the sync was aborted"):
-        ray.get(paused, timeout=20)
+        ray.get(paused, timeout=120)
     version = max(pool.versions) + 1
     publisher.publish(version)
     assert pool.versions == [version] * 2
@@ -220,9 +220,9 @@ def test_a_replica_that_is_asleep_stays_so_where_its_sync_ends_before_its_pause(
     ended, paused = [call() for call in ask] if is_late else [call() for call in ask[::-1]][::-1]
     if (state := ray.get(ended)) is ReplicaState.ASLEEP:
         with pytest.raises(ray.exceptions.RayTaskError, match="the sync was aborted"):
-            ray.get(paused, timeout=20)
+            ray.get(paused, timeout=120)
     else:
-        assert not is_late and state is ReplicaState.SERVING and ray.get(paused, timeout=20) is None
+        assert not is_late and state is ReplicaState.SERVING and ray.get(paused, timeout=120) is None
     version = max(pool.versions) + 1
     publisher.publish(version)
     assert pool.versions == [version] * 2

@@ -47,7 +47,7 @@ def untied(root: Path) -> str:
 
 def follow(path: str, cases: list[dict[str, Any]], transport: str, *, num_steps: int) -> None:
     arguments = {"path": path, "cases": cases, "num_steps": num_steps, "transport": transport}
-    results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments, timeout_seconds=600)[0]
+    results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", arguments)[0]
     for number, (case, result) in enumerate(zip(cases, results, strict=True)):
         print(case, result["gap"])
         assert result["differing"] == []
@@ -87,7 +87,7 @@ def test_a_canary_agrees_until_a_replica_holds_other_weights(root: Path, untied:
 
 
 def test_a_missing_or_renamed_tensor_is_refused_on_every_rank(untied: str) -> None:
-    zero, one = run_ranks(2, "tests.runs.sync_cases:refused_syncs", {"path": untied}, timeout_seconds=300)
+    zero, one = run_ranks(2, "tests.runs.sync_cases:refused_syncs", {"path": untied})
     for change in ("missing", "renamed"):
         assert "model.layers.1.mlp.up_proj.weight" in zero[change]
         assert zero[change] == one[change], "the same error on every rank"

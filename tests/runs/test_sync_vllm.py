@@ -42,7 +42,7 @@ from tests.support.processes import command_of
 from tests.support.replicas import numbers
 from tests.support.sources import DictSource
 
-pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.vllm_on_cpu
 
 
 def is_done(generation: Generation) -> bool:
@@ -159,7 +159,7 @@ def test_a_sync_waits_for_running_requests(tied_pool, tied_publisher) -> None:
     running = tied_pool.generate(long)
     assert not is_done(running)
     tied_publisher.publish(11)
-    deadline = time.monotonic() + 5  # for the answers' way, once the engine has them all
+    deadline = time.monotonic() + 60  # for the answers' way, once the engine has them all
     while not is_done(running) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_done(running)
@@ -305,6 +305,6 @@ def test_a_killed_engine_is_noticed_and_leaves_no_process(tied_pool, tied_folder
         tied_pool.generate(GREEDY).result()
     forked = psutil.Process(tied_pool._actors[1].pid).children(recursive=True)
     os.kill(tied_pool._actors[1].pid, signal.SIGKILL)
-    assert forked and psutil.wait_procs(forked, timeout=20)[1] == []
+    assert forked and psutil.wait_procs(forked, timeout=60)[1] == []
     tied_pool.close()
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []

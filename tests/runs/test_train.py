@@ -42,7 +42,9 @@ from tests.runs.train_cases import (
     launch,
     metrics,
     assert_metrics_have_rows,
+    processes_with,
 )
+from tests.support.processes import command_of
 
 pytestmark = pytest.mark.vllm_on_cpu
 UNASKED = "rollout.engine_arguments=null"  # vLLM takes seconds to say whether it takes some (checks/data.py)
@@ -250,12 +252,16 @@ def test_evaluate_and_generate_find_what_the_run_found(
     assert f"avg@1    {found['sets']['small']['avg@1']['mean']:.4f}  [" in greedy
 
 
-def test_a_resumed_run_has_each_sample_and_evaluation_once_until_a_rank_is_killed(first_run: Path, tmp_path: Path) -> None:
-    """It goes on for ever, so that it is cut off in the midst of its work."""
+def test_a_resumed_run_has_each_sample_and_evaluation_once_until_a_rank_is_killed(
+    first_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on for ever, so that it is cut off in the midst of its work. Ray starts all of its processes (sitecustomize.py)."""
+    monkeypatch.delenv("PYTHONPATH")
     copy = cut_off_copy(first_run, tmp_path)
     with endless_run(TORCHRUN, table_config(tmp_path), "--nproc", "2") as run:
         run.wait_for(7)
         assert far_listeners(run.marker) == []
+        assert any("log_monitor" in command_of(process) for process in processes_with(run.marker))
         run.ranks()[0].kill()
     said = run.said.read_text()
     assert run.process.returncode == 1, said

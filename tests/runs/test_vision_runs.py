@@ -45,7 +45,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     with endless_run(TORCHRUN, config, "--nproc", "1") as run:
         run.wait_for(KILLED_AFTER)
         run.ranks()[0].kill()
-        assert run.process.wait(100) != 0
+        assert run.process.wait(300) != 0
     again = launch(config, f"run.steps={NUM_STEPS}", ranks=1)
     assert again.returncode == 0, again.stdout + again.stderr
     folders = (tmp_path / "whole" / "runs" / "run", run.folder)

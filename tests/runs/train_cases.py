@@ -83,7 +83,7 @@ def environment(config: Path, **more: str) -> dict[str, str]:
 
 
 def launch(
-    config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 300, temporary: Path | None = None
+    config: Path, *overrides: str, ranks: int = 2, timeout_seconds: float = 500, temporary: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """launch/torchrun_one_node.sh, with this Python in the place of a set-up of its own. Leaves nothing behind."""
     command = [*TORCHRUN, str(config), *overrides, "--nproc", str(ranks)]
@@ -225,7 +225,7 @@ class Run:
     marker: str
     said: Path
 
-    def wait_for(self, steps: int, timeout_seconds: float = 400) -> None:
+    def wait_for(self, steps: int, timeout_seconds: float = 500) -> None:
         """Until that many steps are in metrics.jsonl."""
         lines = self.folder / "metrics.jsonl"
         deadline = time.monotonic() + timeout_seconds
@@ -260,7 +260,7 @@ def endless_run(command: list[str], config: Path, *overrides: str) -> Iterator[R
         run = Run(process, config.parent / "runs" / "run", own["MEGASYNC_TEST_MARKER"], said)
         try:
             yield run
-            process.wait(timeout=120)
+            process.wait(timeout=300)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -69,7 +69,7 @@ def judge_server(log: Path, *, unparsed: float = 0.0, seconds: float = 0.0) -> I
     port = free_port()
     command = [sys.executable, "-m", "tests.support.judge_server", "--port", str(port), "--log", str(log)]
     process = subprocess.Popen([*command, "--unparsed", str(unparsed), "--seconds", str(seconds)], cwd=ROOT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     try:
         while True:
             with socket.socket() as probe:

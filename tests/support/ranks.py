@@ -39,7 +39,7 @@ _running: dict[int, Ranks] = {}
 
 
 def run_ranks(
-    num_ranks: int, target: str, arguments: dict[str, Any], timeout_seconds: float = 300.0, *, alone: bool = False
+    num_ranks: int, target: str, arguments: dict[str, Any], timeout_seconds: float = 500.0, *, alone: bool = False
 ) -> list[Any]:
     """Results in rank order. A failing rank raises AssertionError with the ranks' output.
 

@@ -26,7 +26,7 @@ from tests.engine.moe.router_cases import hf_routed
 from tests.support.sources import DictSource
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm_on_cpu
 PROMPT = (20, 21, 22, 23)
 PROMPTS = ((20, 21, 22, 23, 24, 25), (30, 31))
 NUM_SAMPLES = 3
@@ -181,7 +181,7 @@ def test_a_pause_waits_for_no_call_that_failed_before_it_generated(pool: OpenPoo
         pool.trace(0, [*PROMPT, 5, 6], len(PROMPT), 1.0, tmp_path / "trace.safetensors")
     pausing = threading.Thread(target=pool.pause, daemon=True)
     pausing.start()
-    pausing.join(30)
+    pausing.join(120)
     assert not pausing.is_alive()
     assert pool.abort() == ([], []) and generate(pool)
 

@@ -44,8 +44,8 @@ class Relay:
         self.copies: list[Copied] = []
         self.channel.mark = self._mark  # type: ignore[method-assign]
         self.port = RelayedPort(PLAN.lanes[0], PLAN, self.channel, 1, self._progress, None)
-        self.port.open(time.monotonic() + 5)
-        self.port.start(time.monotonic() + 1)
+        self.port.open(time.monotonic() + 60)
+        self.port.start(time.monotonic() + 60)
 
     def _progress(self) -> None:
         self.port.progress()
@@ -55,7 +55,7 @@ class Relay:
         return self.copies[-1]
 
     def send(self, index: int) -> None:
-        self.writer.acquire(time.monotonic() + 1, self.port.progress)
+        self.writer.acquire(time.monotonic() + 60, self.port.progress)
         self.writer.announce(STAGE.buckets[index].num_bytes)
 
     def take(self, index: int) -> None:
@@ -101,10 +101,11 @@ def test_who_waits_for_a_free_buffer_gives_back_meanwhile(relay: Relay) -> None:
 def test_a_pass_ends_with_all_given_back_or_says_what_it_waits_for(relay: Relay) -> None:
     relay.send(0)
     relay.take(0)
+    relay.port.start(time.monotonic())
     with pytest.raises(TransportError, match="deadline passed: waits for the copies out of the last buckets"):
         relay.port.finish()
     relay.copies[0].is_over = True
-    relay.port.start(time.monotonic() + 1)
+    relay.port.start(time.monotonic() + 60)
     relay.port.finish()
     assert relay.consumed == 1
 

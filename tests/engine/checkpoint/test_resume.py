@@ -100,7 +100,7 @@ def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_leaves_nothing(mod
 
 def test_first_files_that_cannot_be_written_are_reported_on_all_ranks(models: dict[str, str], tmp_path: Path) -> None:
     arguments = {"path": models["dense"], "root": str(tmp_path)}
-    results = run_ranks(2, "tests.engine.checkpoint.resume_cases:early_failures", arguments, timeout_seconds=120)
+    results = run_ranks(2, "tests.engine.checkpoint.resume_cases:early_failures", arguments)
     who = {"random states False": 1, "random states True": 1, "progress": 0, "file": 0, "adapter False": 0, "adapter True": 0}
     for seen in results:
         assert seen.pop("whole") == ""

@@ -170,12 +170,12 @@ def test_the_models_time_is_not_the_episodes(folder: str) -> None:
 
     class Slow(Replica):
         async def __call__(self, asked: Ask) -> Turn:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(2.5)
             return await super().__call__(asked)
 
-    reported = play(pool_of(folder, episode_timeout_seconds=0.8), ["good 0.3", "rests 0.05", "rests 0.5"], Slow())
+    reported = play(pool_of(folder, episode_timeout_seconds=2.0), ["good 0.3", "rests 0.05", "rests 1.2"], Slow())
     assert reported["good 0.3"][0].failure is None and reported["rests 0.05"][0].failure is None
-    assert failure(reported, "rests 0.5").startswith("took longer than rollout.episode_timeout_seconds = 0.8")
+    assert failure(reported, "rests 1.2").startswith("took longer than rollout.episode_timeout_seconds = 2")
 
 
 def test_an_environment_is_played_turn_by_turn(folder: str) -> None:

@@ -76,7 +76,7 @@ def test_a_worker_whose_process_cannot_be_watched_is_ended() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for each in free:
                 os.close(each)
-        return how, server.process.wait(20) is not None
+        return how, server.process.wait(120) is not None
 
     how, is_over = run(main)
     assert is_over and "SIGTERM" in how

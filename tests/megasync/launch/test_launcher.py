@@ -83,7 +83,7 @@ def test_a_command_under_a_job_controller(tmp_path: Path) -> None:
 
     def train(own: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megasync", "train", config, *arguments]
-        return subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, env=os.environ | own, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
     refused = train({"RANK": "3", "WORLD_SIZE": "8"})
     assert refused.returncode == 2 and "RANK=3, WORLD_SIZE=8" in refused.stderr and not (tmp_path / "runs").exists()

@@ -34,7 +34,7 @@ def start(config: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
 
 def end(*launchers: subprocess.Popen[str]) -> list[tuple[int, str]]:
     """Exit codes and output."""
-    outputs = [launcher.communicate(timeout=200)[0] for launcher in launchers]
+    outputs = [launcher.communicate(timeout=600)[0] for launcher in launchers]
     return [(launcher.returncode, output) for launcher, output in zip(launchers, outputs, strict=True)]
 
 
@@ -76,5 +76,5 @@ def test_a_stop_while_nodes_are_waited_for_and_a_node_that_leaves(config: Path) 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stop").touch()
     begin = time.monotonic()
-    until(lambda: head.poll() is not None, 30.0)
+    until(lambda: head.poll() is not None, 120.0)
     assert head.returncode == 75 and time.monotonic() - begin < 20

@@ -72,7 +72,7 @@ def test_a_config_error_is_said_once_by_two_ranks(override: str, said: str, tmp_
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "-m", TRAINER]
     config = str(CONFIGS / "quickstart.yaml")
     arguments = [*command, config, override, f"run.dir={tmp_path}"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == REFUSED, done.stderr
     assert done.stderr.count(said) == 1 and "Traceback" not in done.stderr, done.stderr
 
@@ -112,7 +112,7 @@ def test_the_config_is_that_of_the_start(edit: str, code: int, expected: int, ma
     environment = inherited | reported | own | malloc
     command = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "reported", TRAINER]
     command += [str(config), f"run.dir={tmp_path / 'runs'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
     assert done.returncode == expected and "ConfigError" not in done.stderr, done.stderr
     assert done.stdout.splitlines() == [f"first no stop {malloc.get(MALLOC, MALLOC_ON_CPU)}"]
     if code:
@@ -128,19 +128,19 @@ def test_a_rank_that_is_stopped_at_its_very_end_is_missed_once_another_has_ended
         return subprocess.Popen([sys.executable, "-c", program, TRAINER, str(seconds)])
 
     with late_ranks_ended(1.5):
-        both = [rank(60), rank(60)]
+        both = [rank(600), rank(600)]
         with pytest.raises(subprocess.TimeoutExpired):
             both[1].wait(4)
         for each in both:  # and others start in their place
             each.kill()
             each.wait()
-        both = [rank(60), rank(60)]
+        both = [rank(600), rank(600)]
         with pytest.raises(subprocess.TimeoutExpired):
             both[1].wait(4)
         both[1].send_signal(signal.SIGSTOP)
         both[0].kill()
         both[0].wait()
-        assert both[1].wait(30) == -signal.SIGKILL
+        assert both[1].wait(300) == -signal.SIGKILL
 
 
 def test_a_python_of_an_old_linux_is_refused_by_name() -> None:
@@ -162,7 +162,7 @@ def test_ranks_that_start_again_meet(tmp_path: Path) -> None:
         "os.write(1, f\"met after {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n\".encode())\n"  # whole, beside the other's
     )
     launcher = [sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "2", "--max-restarts", "2"]
-    done = subprocess.run([*launcher, str(ranks)], capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run([*launcher, str(ranks)], capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("met after 2") == 2
 
@@ -185,7 +185,7 @@ def test_a_signal_that_comes_while_the_launcher_starts_ends_it(kind: signal.Sign
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
     assert done.returncode == 128 + kind and f"ended by {kind.name}\n" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not any(temporary.iterdir())
 
@@ -196,5 +196,5 @@ def test_a_closed_terminal_does_not_end_ranks_under_nohup(kind: signal.Signals, 
     (tmp_path / "hung_up.py").write_text(f"import os, time\nos.kill(os.getppid(), {int(kind)})\ntime.sleep(1)\n")
     command = ["nohup", sys.executable, "-m", "megasync.launch.torchrun", "--nproc-per-node", "1", "-m", "hung_up"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CONFIGS.parent)])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, env=environment)
     assert done.returncode == (0 if kind == signal.SIGHUP else 128 + kind), done.stderr

@@ -330,7 +330,7 @@ def test_watched_report_is_up_to_date_on_the_loopback_until_ctrl_c(tmp_path: Pat
         address = server.stdout.readline().split()[0]
 
         def get(path: str) -> str:
-            return str(urllib.request.urlopen(address + path, timeout=20).read().decode())
+            return str(urllib.request.urlopen(address + path, timeout=60).read().decode())
 
         try:
             page, state = get("/"), get("/state")
@@ -345,11 +345,11 @@ def test_watched_report_is_up_to_date_on_the_loopback_until_ctrl_c(tmp_path: Pat
             while curves_of(get("/"))["reward/mean"]["y"][-1] != 9.0 and time.monotonic() < deadline:
                 time.sleep(0.2)
             assert f'data-state="{get("/state")}"' in get("/")
-            elsewhere = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+            elsewhere = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
             elsewhere.request("GET", "/", headers={"Host": "example.org:80"})
             assert elsewhere.getresponse().status == 403
             elsewhere.close()
         finally:
             server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=20) == 0
+        assert server.wait(timeout=60) == 0
     assert not (tmp_path / "report.html").exists()

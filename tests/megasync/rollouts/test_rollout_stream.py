@@ -61,7 +61,7 @@ def test_a_stream_ends_although_an_answer_comes_at_that_moment() -> None:
     pool = AskedPool()
     with streaming(pool, SETTINGS, NOTHING) as stream:
         stream.run(stream.serve(0))
-        assert pool.is_asked.wait(10)
+        assert pool.is_asked.wait(60)
         cancel = stream.events.cancel
 
         async def answer_and_cancel() -> None:

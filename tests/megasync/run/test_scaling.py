@@ -72,7 +72,7 @@ class Trainer:
 
     def sync(self, until_done: bool = False) -> tuple[str, ...]:
         """One, or as many as it takes; what was answered."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             self.version += 1
             self.scaling.apply_request(self.version)

@@ -89,7 +89,7 @@ class Server:
             for rank in launcher.children():
                 rank.kill()
         self.process.send_signal(kind)
-        self.process.wait(90)
+        self.process.wait(300)
 
 
 class Client:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.megasync.service.served import Client, Server
 
-pytestmark = [pytest.mark.vllm_on_cpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm_on_cpu
 
 
 class Done(NamedTuple):

@@ -245,7 +245,7 @@ FIRST = {"evaluate": "find_source", "generate": "find_source", "replay": "load_c
 def test_what_is_made_on_the_way_goes_with_sigterm(run: Path, tmp_path: Path, command: str, first: str) -> None:
     """A merged model is as large as the model, and merging takes minutes."""
     code = f"import sys, time; from megasync.tools.{command} import command as own; "
-    code += f"own.{first} = lambda *_, **__: print(time.sleep(60)); "
+    code += f"own.{first} = lambda *_, **__: print(time.sleep(600)); "
     folder = tmp_path / "temporary"
     folder.mkdir()
     more = {"generate": ["--prompt", "1+1="], "replay": ["--step", "5"]}.get(command, [])
@@ -256,7 +256,7 @@ def test_what_is_made_on_the_way_goes_with_sigterm(run: Path, tmp_path: Path, co
         until(lambda: bool(list(folder.glob(f"megasync-serve-{started.pid}-*"))))  # megasync doctor knows it by that name
         time.sleep(0.5)
         started.terminate()
-        assert started.wait(30) == 128 + signal.SIGTERM and not list(folder.iterdir())
+        assert started.wait(120) == 128 + signal.SIGTERM and not list(folder.iterdir())
     finally:
         started.kill()
         started.wait()
