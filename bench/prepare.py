@@ -47,8 +47,8 @@ def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
     _check_lora(config, verb)
     if verb == "rollout":
         _check_lengths(config)
-        is_bare = config.rollout.dtype == "fp8" and config.bench.shapes is None and not bench.lora_rank
-        _refuse("rollout.dtype", is_bare, "fp8", "it has weights by a sync, or random ones of bench.shapes on GPUs", "model")
+        is_empty = config.rollout.dtype == "fp8" and config.bench.shapes is None and not bench.lora_rank
+        _refuse("rollout.dtype", is_empty, "fp8", "it has weights by a sync, or random ones of bench.shapes on GPUs", "model")
     return config
 
 

@@ -1,4 +1,4 @@
-"""Makes a load plan: runs a model's own `load_weights` once on meta tensors and records its copies.
+"""Makes a load plan: runs a model's own `load_weights` on meta tensors and records its copies.
 
 Nothing is changed by that. A layer is planned when every element of each of its parameters is written exactly once and vLLM
 leaves its weights as they were loaded; the others fall back to vLLM's loader, with a reason. Of a layer's experts
@@ -22,7 +22,7 @@ from bridge.layout.regions import NOWHERE, Copy, Region, matching_regions, moved
 
 COPY = torch.ops.aten.copy_.default
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-SAMPLING = 16  # every so many experts of a layer are loaded, and the second and the last one
+EXPERT_STRIDE = 16  # experts 0, 16, 32, ... of a layer are loaded, and the second and the last one
 CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Recorded = tuple[list[Copy], str | None]
@@ -147,7 +147,7 @@ def _record_sampled(specs: Sequence[TensorSpec], load: Loader, owners: _Owners) 
         if match := EXPERT.fullmatch(spec.name):
             found.setdefault((match[1], match[3], spec.dtype, spec.shape), {})[int(match[2])] = index
     stacks = [indices for indices in found.values() if indices.keys() == set(range(len(indices)))]
-    skipped = {i for indices in stacks for n, i in indices.items() if n % SAMPLING and 1 < n < len(indices) - 1}
+    skipped = {i for indices in stacks for n, i in indices.items() if n % EXPERT_STRIDE and 1 < n < len(indices) - 1}
     loaded = [index for index in range(len(specs)) if index not in skipped]
     recorded = dict(zip(loaded, _record([specs[index] for index in loaded], load, owners), strict=True))
     for indices in stacks:

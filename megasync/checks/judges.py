@@ -95,7 +95,7 @@ def _folder_errors(config: Config, key: str, judge: JudgeConfig) -> Iterator[Con
 
 
 def _kernel_errors(config: Config, key: str, folder: Path) -> Iterator[ConfigError]:
-    """Sizes that vLLM has no kernels for, of models that the engine knows, too; of others vLLM says so as it starts."""
+    """Sizes that vLLM has no kernels for, of families that the engine knows. Of others vLLM says so as it starts."""
     try:
         shape = model_shape(folder)
     except ConfigError:

@@ -119,7 +119,7 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
     if any(found := _without_section(siblings, above.rpartition(".")[2], name)):
         return found
     found = others.meaning(unknown)
-    is_section = bool(above) and name in keys  # which no key outside of `above` can have been meant by
+    is_section = bool(above) and name in keys  # then no key of another section is meant
     with_same = [key for key in keys if key.rpartition(".")[2] == name and (not is_section or key.startswith(f"{above}."))]
     if any(found) and (not above or found != others.meaning(name) or not with_same):
         return found
