@@ -21,12 +21,13 @@ def _copy_tile(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
     here = bucket.to(tl.pointer_type(tl.int64)) + start
     word = tl.arange(0, TILE)
     inside = word < count
+    moves = word < tl.where(tl.load(entry) == 0, 0, count)  # the bucket's own words are for the digest alone
     if INTO_BUCKET:
         words = tl.load(there + word, mask=inside, other=0)
-        tl.store(here + word, words, mask=inside)
+        tl.store(here + word, words, mask=moves)
     else:
         words = tl.load(here + word, mask=inside, other=0)
-        tl.store(there + word, words, mask=inside)
+        tl.store(there + word, words, mask=moves)
     if SUM:
         part = sum_of_words(words, tl.load(factors + start % CHUNK + word, mask=inside, other=0))
         tl.atomic_add(total, part * tl.load(weights + start // CHUNK), sem="relaxed")
@@ -39,7 +40,7 @@ def copy_tiles(
 
     Args:
         table: int32 [tiles, 4], see copies.Tiles.
-        bases: int64 [memories], addresses that are multiples of 8.
+        bases: int64 [1 + memories], addresses that are multiples of 8, of the bucket and of memory.
         data: the bucket's bytes, uint8, aligned to 8.
         total: int64 [], to which the digest's sum over the tiles' words is added; None to leave that out.
         into_bucket: the direction.

@@ -188,7 +188,9 @@ def _record(specs: Sequence[TensorSpec], load: Loader, owners: _Owners) -> list[
         if index is None:
             raise UnplannableError("a loader computes with tensors")
         parts, reason = results[index]
-        if name is None or regions is None or not source.dtype == target.dtype == tensors[index].dtype:
+        is_viewed = source.dtype != tensors[index].dtype or (name is not None and target.dtype != owners.parameters[name].dtype)
+        is_quantised = source.dtype != target.dtype and 1 in (source.itemsize, target.itemsize)  # other copies may convert
+        if name is None or regions is None or is_viewed or is_quantised:
             reason = reason or f"its loader puts {specs[index].name} into other memory, dtype or order"
         if name is not None:
             source_region, target_region = regions or (NOWHERE, NOWHERE)

@@ -43,7 +43,7 @@ def test_a_tensor_of_more_than_two_to_the_31_elements(dim: int) -> None:
 
 def check_bucket(bucket: Bucket, matches: list[Match], memory: dict[str, torch.Tensor]) -> None:
     """Tiles and views hold the same elements, each of the bucket once."""
-    tiles = lay_tiles(iter(matches), memory)
+    tiles = lay_tiles(bucket.pieces, bucket.num_bytes, iter(matches), memory)
     words = tiles.table[:, 3].astype(np.int64)
     assert words.sum() * WORD_BYTES == sum(piece.num_bytes for piece in bucket.pieces) == tiles.covered_bytes
     data = torch.empty(bucket.num_bytes, dtype=torch.uint8, device="meta")

@@ -150,8 +150,15 @@ def test_layers_that_a_plan_cannot_serve_are_named() -> None:
     reading = Toy()
     reading.changed = lambda tensor: tensor * float(tensor.sum())
     assert list(bake_toy(reading, manifest).loader_fallback) == ["norm"]
-    other = TensorSpec("norm.weight", "bfloat16", (6,))
-    assert "other memory, dtype or order" in bake_toy(Toy(), Manifest((*manifest.tensors[:-1], other))).loader_fallback["norm"]
+    bits = Toy()
+    bits.changed = lambda tensor: tensor.view(torch.int32)
+    assert "other memory, dtype or order" in bake_toy(bits, manifest).loader_fallback["norm"]
+    viewed, norm = Toy(), "norm.weight"
+    viewed.load_weights = lambda weights: [
+        viewed.norm.weight.data.view(torch.int32).copy_(tensor) if name == norm else Toy.load_weights(viewed, [(name, tensor)])
+        for name, tensor in weights
+    ]
+    assert "other memory, dtype or order" in bake_toy(viewed, manifest).loader_fallback["norm"]
     twice = Toy()
     twice.load_weights = lambda weights: [Toy.load_weights(twice, [pair]) for pair in weights for _ in range(2)]
     assert "some more than once" in bake_toy(twice, manifest).loader_fallback["norm"]
@@ -203,6 +210,23 @@ def test_experts_that_are_loaded_alike_are_planned_by_few(slots, num_loaded) -> 
         unpacker.scatter(stage, bucket, buffer[: bucket.num_bytes])
     assert torch.equal(planned.w13, loaded.w13)
     assert torch.equal(planned.w2, loaded.w2)
+
+
+@pytest.mark.parametrize(("kept", "sent"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_layer_that_keeps_another_dtype_is_planned(kept, sent) -> None:
+    """As vLLM's gated delta nets and some routers do."""
+    manifest, model, loaded = manifest_of(sent), Toy(0, kept), Toy(0, kept)
+    plan = bake_toy(model, manifest)
+    assert plan.is_whole and plan.loader_fallback == {}
+    unpacker, stage = unpacker_of(plan, 4096)
+    tensors = {name: torch.randn(shape).to(sent) for name, shape in SHAPES.items()}
+    loaded.load_weights(tensors.items())
+    buffer = torch.zeros(4096, dtype=torch.uint8)
+    for bucket in stage.buckets:
+        fill(buffer, bucket, manifest, tensors)
+        unpacker.scatter(stage, bucket, buffer[: bucket.num_bytes])
+    model.embed.weight[5:] = loaded.embed.weight[5:] = 0
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_plan_notices_that_parameters_moved() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +19,12 @@ from bridge.receive.bake import bake
 from bridge.export.fp8 import QuantisedSource
 from bridge.export.source import whole_tensors
 from bridge.layout.bucket import SyncPlan
-from bridge.layout.manifest import read_folder_manifest
+from bridge.layout.manifest import TensorSpec, read_folder_manifest
 from bridge.layout.plan import LoadPlan
 from bridge.layout.quantised import quantised_manifest
 from bridge.receive.unpack import Unpacker
 from bridge.layout.digest import as_bytes, digest_value
-from bridge.vllm.weights.readback import digest_whole, hf_slices, tensor_group
+from bridge.vllm.weights.readback import digest_whole, hf_slices, in_dtypes, tensor_group
 from bridge.processes import MEMORY_FOLDER
 from tests.support.sources import DictSource
 
@@ -84,11 +85,17 @@ def scatter_all(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> None:
         unpacker.scatter(stage, bucket, data[: bucket.num_bytes])
 
 
+def read_slices(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """What the receiver reads back."""
+    specs = (TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in tensors.items())
+    return in_dtypes(hf_slices(model, lambda _: True), {spec.name: spec for spec in specs})
+
+
 def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Tensors of which this worker's read-back is not the part that it says, or not there at all."""
     tensors = {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}
     right = set()
-    for name, offsets, part in hf_slices(model, lambda _: True):
+    for name, offsets, part in read_slices(model, tensors):
         where = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
         if name in tensors and torch.equal(part, tensors[name][where]):
             right.add(name)
@@ -97,7 +104,7 @@ def misread(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[st
 
 def misdigested(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Tensors whose digest, put together of all workers' parts, differs from the whole tensor's; reported by the first worker."""
-    digests = digest_whole(hf_slices(model, lambda _: True), tensor_group())
+    digests = digest_whole(read_slices(model, tensors), tensor_group())
     if not digests:
         return ["all of them"] * (dist.get_rank() == 0)
     return [name for name, tensor in tensors.items() if digests.get(name) != digest_value(tensor)]
@@ -132,11 +139,11 @@ def windows(model: torch.nn.Module) -> tuple[int, ...]:
     return tuple(0 if attention is None else max(0, attention.impl.sliding_window) for attention in found)
 
 
-def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict[str, dict[str, Any]]:
+def planned_models(families: dict[str, list[str]], tensor_parallel: int, dtype: str = "float32") -> dict[str, dict[str, Any]]:
     """For each family, from two folders of one shape: what is not planned, what is loaded otherwise, what is misread."""
     results = {}
     for family, (before, after) in families.items():
-        config, model = build_model(before, tensor_parallel)
+        config, model = build_model(before, tensor_parallel, dtype=dtype)
         derive(model)
         manifest = read_folder_manifest(before)
         with reload.config_scope(config):
@@ -148,7 +155,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             reload.load_stream(model, [(name, tensors[name].clone()) for name in unplanned])
         said = stale(model)
         latent.renew(model)
-        fresh = build_model(after, tensor_parallel)[1]
+        fresh = build_model(after, tensor_parallel, dtype=dtype)[1]
         derive(fresh)
         loaded = dict(fresh.named_parameters())
         results[family] = {
@@ -158,6 +165,7 @@ def planned_models(families: dict[str, list[str]], tensor_parallel: int) -> dict
             "unplanned": unplanned,
             "differing": [name for name, p in model.named_parameters() if not torch.equal(p, loaded[name])],
             "num_parameters": len(loaded),
+            "kept_in_float32": [name for name, p in model.named_parameters() if p.dtype is torch.float32],
             "windows": windows(model),
             "read_back": misread(model, tensors),
             "digests": misdigested(model, tensors),

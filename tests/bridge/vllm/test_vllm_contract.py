@@ -283,8 +283,7 @@ def test_a_replica_on_a_gpu_of_its_own_is_planned_whole(
                 source.tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
                 sync = SyncConfig(transport=transport, bucket_bytes=100_000, verify="readback")
                 publisher = publisher or Publisher(source, pool, sync)
-                fallback = {name.rpartition(".")[2] for name in publisher.publish(version).loader_fallback}
-                assert fallback == ({"gate"} if family == "glm4_moe" else set())
+                assert publisher.publish(version).loader_fallback == {}
                 assert differing(pool.read_back(), tensors) == []
             publisher.close()
 
