@@ -34,10 +34,11 @@ def _merge(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
         left = tl.load(b + rows * b_row + of_b * b_column, mask=(rows < num_rows) & (of_b < rank), other=0.0)
         right = tl.load(a + of_a * a_row + columns * a_column, mask=(of_a < rank) & (columns < num_columns), other=0.0)
         update = tl.dot(left.to(tl.float32), right.to(tl.float32), update, input_precision="ieee")
-    update *= scale
     inside = (rows < num_rows) & (columns < num_columns)
     place = rows * num_columns + columns
-    exact = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) + update
+    before = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    exact = tl.fma(update, tl.zeros_like(update) + scale, before)  # written as sums, the compiler fuses it in some layouts only
+    update *= scale
     rounded = exact.to(out.dtype.element_ty)
     tl.store(out + place, rounded, mask=inside)
     lost = rounded.to(tl.float32) - exact
