@@ -126,9 +126,10 @@ class LaneReader:
         """Compare with the senders' digests."""
         wrong: list[int] = []
         for index, lane in self._plan.of_stage(stage.index):
+            if not (own := list(lane.buckets(len(stage.buckets)))):
+                continue  # fewer buckets than lanes
             found = self._channels[index].wait_for(_digests_key(sync_index), deadline, f"the digests of {lane}", self._progress)
-            theirs = torch.frombuffer(bytearray(found), dtype=torch.int64) if found else digests[:0]
-            own = list(lane.buckets(len(stage.buckets)))
+            theirs = torch.frombuffer(bytearray(found), dtype=torch.int64)
             wrong += [own[place] for place in (digests[own] != theirs).nonzero().flatten().tolist()]
         if wrong:
             raise DamagedError(stage, sorted(wrong))
