@@ -14,14 +14,18 @@ from typing import Any
 from bridge.layout.manifest import ALWAYS_FLOAT32
 from engine.peft.folder import WEIGHTS_FILE, adapted_linears, check_factors, fingerprint, place_of, read_fields, scale_of
 from megasync.config.errors import ConfigError, refuse_if
+from megasync.models.folder import model_fields, model_shape
+from megasync.models.tensors import TIED_HEAD, expected_tensors, is_tied
 from model_folder.files import read_header, weight_files
-from model_folder.layout import key_of, places, read_folder_layout
+from model_folder.layout import key_of, places, read_folder_layout, written_fields
 
 Factors = tuple[Any, Any]  # A [rank, columns] and B [rows, rank]; of experts [experts * rank, columns] and [rows, rank * experts]
 
 
 def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
     """Write the merged model to `target`, an empty folder, in `dtype`; of a base in MXFP4, too.
+
+    Like exports of a run, without layers after the model's, and without a head beside tied embeddings.
 
     Raises:
         ConfigError: the adapter is of another base model, or adapts what the base has not.
@@ -41,10 +45,13 @@ def merge_adapter(adapter: Path, base: Path, dtype: str, target: Path) -> None:
         raise ConfigError(str(error), remedy="take another checkpoint with --step, or its base model") from error
     fields, factors, layout = read_fields(adapter), factors_of(adapter), read_folder_layout(base)
     rank, used, scale = fields["r"], set[str](), scale_of(fields)
+    model, shape = written_fields(model_fields(base)), model_shape(base)
+    own = expected_tensors(shape, model).keys() - ({TIED_HEAD} if is_tied(shape, model) else set())
     files, waiting = weight_files(base), dict[str, Any]()
     for number, file in enumerate(files, start=1):
         held, tensors = mxfp4.unpacked(load_file(file), waiting), {}
-        for name, place in places({key: tensor.shape for key, tensor in held.items()}, layout).items():
+        found = places({key: tensor.shape for key, tensor in held.items()}, layout)
+        for name, place in ((name, place) for name, place in found.items() if name in own):
             tensor = place.of(held[place.key])
             own_dtype = torch.float32 if name.endswith(ALWAYS_FLOAT32) else getattr(torch, dtype)
             weight = tensor.to(own_dtype) if tensor.is_floating_point() else tensor

@@ -5,9 +5,11 @@ Leaves out what config.json may say (folder.py, features.py) and whether the fil
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,7 +44,11 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
     keys, index = _held(folder), read_index(folder)
     layout = read_folder_layout(folder)
     _check_fused(folder, keys, shape, layout)
-    own = places({key: spec.shape for key, spec in keys.items()}, layout)
+    found = [places({key: spec.shape}, layout) for key, spec in keys.items()]
+    own, counts = {name: place for each in found for name, place in each.items()}, Counter(itertools.chain(*found))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        message = f"{folder}: {len(twice)} tensors are in the weights twice, under different names"
+        raise ConfigError(message, twice=some(twice), remedy=f"take out one of the two, or {DOWNLOAD}")
     shapes = {name: place.shape for name, place in own.items()}
     check_held(folder, shapes, shape, fields, key_of=lambda name: own[name].key if name in own else key_of(name, layout))
     if is_tied(shape, fields) and TIED_HEAD in own:
@@ -63,13 +69,18 @@ def check_tensors(folder: Path, shape: ModelShape, fields: Mapping[str, Any]) ->
 
 
 def _check_head(folder: Path, embeddings: str, head: str) -> None:
-    """ConfigError where a head beside tied embeddings has other values: transformers 5 would take it (modeling_utils.py)."""
+    """ConfigError where a head beside tied embeddings has other bytes or another dtype: transformers 5.19 takes the head where it
+    differs once both are converted (modeling_utils.py:2569).
+    """
     found = {each.key: (path, each) for path in weight_files(folder) for each in read_header(path)[0]}
     places = [found[key] for key in (embeddings, head)]
-    if places[0][1].dtype == places[1][1].dtype and not _are_equal(places):
-        message = f"{folder / 'config.json'}: tie_word_embeddings = true: {head} is another than {embeddings}"
-        remedy = "write false if the model was trained with a head of its own, or take the head out of the weights"
-        raise ConfigError(message, engine="it and vLLM take the embeddings, transformers takes the head", remedy=remedy)
+    dtypes = [place[1].dtype for place in places]
+    if dtypes[0] != dtypes[1] or not _are_equal(places):
+        what = "is another than" if dtypes[0] == dtypes[1] else f"is in {dtypes[1]}, in {dtypes[0]} are"
+        message = f"{folder / 'config.json'}: tie_word_embeddings = true: {head} {what} {embeddings}"
+        engine = "it and vLLM take the embeddings, transformers takes a head that differs after conversion"
+        remedy = "take the head out of the weights, or write false if the model was trained with a head of its own"
+        raise ConfigError(message, engine=engine, remedy=remedy)
 
 
 def _are_equal(places: Sequence[tuple[Path, Entry]]) -> bool:

@@ -146,17 +146,19 @@ def test_unsupported_fields(tmp_path: Path, changes: dict[str, object]) -> None:
 
 
 def test_a_head_beside_tied_embeddings_is_equal_to_them(tmp_path: Path) -> None:
-    """transformers 5 takes one that is not, whatever config.json says."""
+    """transformers 5 takes one that is not, whatever config.json says; one of another dtype is refused without a look at it."""
     folder = write_tiny_model(tmp_path, "qwen3", tied=True, dtype=torch.bfloat16)
     weights = folder / "model.safetensors"
     tensors = load_tensors(weights)
     head = tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_tensors(tensors, weights)
     check_model_folder(folder)
-    head[-1, -1] += 1
-    save_tensors(tensors, weights)
-    error = model_refused(folder)
-    assert (error.key, error.value) == ("tie_word_embeddings", "true") and "lm_head.weight" in error.headline
+    other = head.clone()
+    other[-1, -1] += 1
+    for changed in (other, head.float(), other.float()):
+        save_tensors(tensors | {"lm_head.weight": changed}, weights)
+        error = model_refused(folder)
+        assert (error.key, error.value) == ("tie_word_embeddings", "true") and "lm_head.weight" in error.headline
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "llama"}, {"model_type": "qwen2", "head_dim": None}])

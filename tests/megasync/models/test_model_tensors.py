@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from engine.config import FAMILIES, LATENT_FAMILIES
 from megasync.config.errors import ConfigError
 from megasync.models.folder import check_model_folder, model_shape
+from megasync.models.merge import merge_adapter
 from megasync.models.tensors import expected_tensors, num_parameters
+from tests.engine.model.lora_cases import write_peft_adapter
 from tests.support.tiny_models import SERVED, write_tiny_model
 
 MORE = {  # other forms of a family
@@ -98,6 +101,32 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     path = folder / "model.safetensors"
     save_file(load_file(path) | {"model.layers.3.shared_head.norm.weight": torch.ones(128)}, path, {"format": "pt"})
     check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "beside"),
+    [
+        ("glm4_moe_lite", {"num_nextn_predict_layers": 1}, "model.layers.3.shared_head.norm.weight"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, "model.layers.3.eh_proj.weight"),
+        ("llama", {"tied": True}, "lm_head.weight"),
+        ("llama", {}, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_a_merged_adapter_has_the_model_alone(tmp_path: Path, family: str, fields: dict[str, Any], beside: str) -> None:
+    """Like an export: config.json then has no layers that predict further tokens, which vLLM takes for others of the model's."""
+    base = write_tiny_model(tmp_path / "base", family, **fields)
+    held = load_file(base / "model.safetensors")
+    extra = held["model.embed_tokens.weight"].clone() if beside == "lm_head.weight" else torch.ones(128)
+    save_file(held | {beside: extra}, base / "model.safetensors", {"format": "pt"})
+    check_model_folder(base)
+    adapter = write_peft_adapter(tmp_path / "adapter", str(base), modules=("o_proj",), shared=False)
+    (merged := tmp_path / "merged").mkdir()
+    merge_adapter(adapter, base, "float32", merged)
+    check_model_folder(merged)
+    found = {name: tensor for path in merged.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert found.keys() == held.keys()
+    changed = {name for name, tensor in held.items() if not torch.equal(found[name], tensor)}
+    assert changed == {name for name in held if name.endswith("o_proj.weight")}
 
 
 def test_parameters_are_counted_by_the_headers_of_the_weights(tmp_path: Path) -> None:

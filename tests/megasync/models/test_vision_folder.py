@@ -208,6 +208,11 @@ def test_tensors_that_are_missing_or_of_a_wrong_shape(tmp_path: Path) -> None:
         assert gone in missing or LAYER + "mlp.experts.0.gate_proj.weight" in missing
     save_tensors({**held, FUSED: held[FUSED].transpose(1, 2).contiguous()}, weights)
     assert FUSED in model_refused(tmp_path).headline and "[4, 64, 128]" in model_refused(tmp_path).headline
+    again = {LAYER + "mlp.experts.0.gate_proj.weight": held[FUSED][0, :64].clone()}
+    again["model.norm.weight"] = held["model.language_model.norm.weight"] + 1
+    for name, tensor in again.items():  # beside those of all experts, or as in a text folder
+        save_tensors({**held, name: tensor}, weights)
+        assert model_refused(tmp_path).lines["twice"] == name.replace("language_model.", "")
     save_tensors({**held, "model.audio.weight": torch.ones(2)}, weights)
     assert model_refused(tmp_path).lines["tensors"] == "model.audio.weight"
     save_tensors({name: tensor for name, tensor in held.items() if not is_of_vision(name)}, weights)
