@@ -44,6 +44,9 @@ class OpenReplica(Replica):
     async def damage(self, name: str) -> None:
         await self._engine.collective_rpc("tests_damage", args=(name,))
 
+    async def num_threads(self) -> list[int]:
+        return list(await self._engine.collective_rpc("tests_num_threads"))
+
     async def read_back(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         answers = await self._engine.collective_rpc("tests_read_shards", args=(names,))
         return assemble(shard for answer in answers for shard in answer)
@@ -78,6 +81,11 @@ class OpenPool(ReplicaPool):
         """Some of what vLLM of the first replica was started with, by names of EngineArgs."""
         (found,) = self._call(lambda actor: actor.settings.remote(), 60.0, [0])
         return dict(found)
+
+    def num_threads(self) -> list[int]:
+        """Of OpenMP, by worker of the first replica."""
+        (found,) = self._call(lambda actor: actor.num_threads.remote(), 60.0, [0])
+        return list(found)
 
     @property
     def versions(self) -> list[int | None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from bridge.receive.receiver import WorkerExtension
 
 
@@ -21,3 +23,7 @@ class OpenWorkerExtension(WorkerExtension):
         """Write other values into a parameter, as a stray kernel would."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         parameters[name].data.mul_(1.5)
+
+    def tests_num_threads(self) -> int:
+        """Of OpenMP, in kernels that this process calls."""
+        return torch.get_num_threads()

@@ -67,6 +67,7 @@ def environment(*, cuda: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not every host has flashinfer
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # but see patches.fork_processes
+        "NUMBA_NUM_THREADS": "1",  # numba's pool sets OpenMP's number of threads for all kernels, and idle ones spin
     }
     if cuda:
         return common | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # looks for GPUs without CUDA, as a process to be forked has to

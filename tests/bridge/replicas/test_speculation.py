@@ -93,6 +93,7 @@ def test_greedy_tokens_and_all_log_probs_are_those_of_the_model(pool, models: li
     counts = pool.take_speculation()
     assert 0 < counts.num_accepted <= counts.num_drafted <= 3 * counts.num_passes
     assert pool.take_speculation() == Speculation(), "they are counted once"
+    assert pool.num_threads() == [1], "others would wait for each kernel's end, spinning on the trainer's cores"
 
 
 def test_what_filters_leave_is_that_of_the_model(pool, models: list[PreTrainedModel]) -> None:
