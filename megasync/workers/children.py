@@ -49,10 +49,18 @@ class Children:
     def _note(self) -> None:
         """New children belong to the job that has started some. Where several have, the owner is unknown."""
         starters, self._starters = self._starters, set()
-        new = [child for child in self._process.children() if child.pid not in self._known]
+        new = [child for child in self._children() if child.pid not in self._known]
         self._known |= {child.pid for child in new}
         if len(starters) == 1:
             self._own[starters.pop()] += new
+
+    def _children(self) -> list[psutil.Process]:
+        """Of this process. Asks the kernel first, since psutil reads /proc of all processes."""
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # there are none
+            return []
+        return list(self._process.children())
 
     def end(self, number: int) -> None:
         """Kill the processes that the job has started, and their descendants."""
@@ -63,7 +71,7 @@ class Children:
     def end_all(self) -> None:
         """Kill all children; for when no job runs."""
         if self._known:
-            for child in self._process.children():
+            for child in self._children():
                 _end(child)
             self._known.clear()
             self._own.clear()
