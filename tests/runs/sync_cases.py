@@ -85,14 +85,14 @@ def publish_and_compare(
 def follow(
     built: Engine, pool: OpenPool | None, num_steps: int, first_version: int, config: SyncConfig, *, generates: bool = False
 ) -> dict[str, Any]:
-    """Which tensors differed after any sync, and the largest log-prob gap over all tokens of all steps.
+    """Which tensors differed after any sync, and the largest and mean log-prob gap over all tokens of all steps.
 
     `generates`: also of tokens that vLLM generates, one after another, which it may compute by other weights than a prompt's.
     """
     source, sent = exporter(built), exporter(built, on_all_ranks=config.transport == "ipc")
     publisher = Publisher(sent, pool, config)
     differing: set[str] = set()
-    versions, worst, moved = [], 0.0, 0
+    versions, moved, gaps = [], 0, list[torch.Tensor]()
     fallback, num_pickled = {}, CallCounter(dist, ("all_gather_object", "broadcast_object_list"))
     before: dict[str, torch.Tensor] = {}
     for step in range(num_steps):
@@ -102,7 +102,7 @@ def follow(
         if step == 0:
             num_pickled.count = 0  # only the first sync may agree on objects
         if generates:
-            worst = max(worst, generated_gap(built, pool, step))
+            gaps += generated_gaps(built, pool, step)
         samples = random_samples(6, seed=1000 + step)
         mine = log_probs(built, samples)
         exported = {name: tensor.clone() for name, tensor in whole_tensors(source)}
@@ -118,14 +118,15 @@ def follow(
         scores = pool.score_all([[*s.prompt_ids, *s.response_ids] for s in samples])
         for sample, ours, theirs in zip(samples, mine, scores, strict=True):
             answer = torch.tensor(theirs[len(sample.prompt_ids) - 1 :])
-            worst = max(worst, float((ours - answer).abs().max()))
+            gaps.append((ours - answer).abs())
         versions.append((report.version, pool.versions, report.verified))
         moved += sum(not torch.equal(before[name], exported[name]) for name in before) > 0
         before = exported
     writer = publisher._connection.sender.writer if publisher._connection is not None else None
     return {
         "differing": sorted(differing),
-        "gap": worst,
+        "gap": float(torch.cat(gaps).max()) if gaps else 0.0,
+        "mean_gap": float(torch.cat(gaps).mean()) if gaps else 0.0,
         "versions": versions,
         "moved": moved,
         "fallback": fallback,
@@ -134,7 +135,7 @@ def follow(
     }
 
 
-def generated_gap(built: Engine, pool: OpenPool | None, seed: int) -> float:
+def generated_gaps(built: Engine, pool: OpenPool | None, seed: int) -> list[torch.Tensor]:
     """Collective; of rank 0's answer."""
     requests = [
         GenerationRequest(tuple(s.prompt_ids.tolist()), num_samples=2, max_new_tokens=12, seed=seed)
@@ -144,8 +145,7 @@ def generated_gap(built: Engine, pool: OpenPool | None, seed: int) -> float:
     dist.broadcast_object_list(reported, src=0)
     pairs = [(r.prompt_ids, completion) for r, group in zip(requests, reported[0], strict=True) for completion in group]
     mine = log_probs(built, [Sample(prompt, completion.token_ids) for prompt, completion in pairs])
-    gaps = (ours - torch.from_numpy(each.log_probs.copy()) for ours, (_, each) in zip(mine, pairs, strict=True))
-    return max(float(gap.abs().max()) for gap in gaps)
+    return [(ours - torch.from_numpy(each.log_probs.copy())).abs() for ours, (_, each) in zip(mine, pairs, strict=True)]
 
 
 def publish_with_canary(path: str, folder: str, cases: list[dict[str, Any]], damaged: str) -> tuple[list[dict[str, float]], str]:

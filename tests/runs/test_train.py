@@ -69,7 +69,7 @@ def test_a_run_says_what_it_will_do_and_where_its_results_are(first_start: tuple
     lines = said.splitlines()
     begin = lines.index("megasync: grpo run 'run'")
     seen = dict(re.findall(r"^  ([\w ]+): +(.*)$", "\n".join(lines[begin + 1 : begin + 11]), flags=re.MULTILINE))
-    assert "qwen3, 989 k parameters, float32" in seen["model"] and seen["layout"] == "2 ranks (data 2), wrap megatron_fsdp"
+    assert "qwen3, 496 k parameters, float32" in seen["model"] and seen["layout"] == "2 ranks (data 2), wrap megatron_fsdp"
     assert "8 prompts x 4 samples a step, up to 8 tokens" in seen["rollouts"] and seen["reward"] == "token_count"
     counts = "data.train has 200 examples; data.eval.small has 2 examples; data.eval.sums has 12 examples"
     assert seen["data"] == counts

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import psutil
 import yaml
+from safetensors.torch import load_file, save_file
 
 from megasync.tools.assets.command import write_assets
 from megasync.report.registry import metric
@@ -38,9 +39,19 @@ SUBMIT = [sys.executable, "-m", "megasync.submit", "--num-ranks", "2"]
 OURS = ("ms-*",) if "PYTEST_XDIST_WORKER" in os.environ else ("ms-*", "ray-*", "megasync-vllm-*", "torchelastic_*", "vllm_dist_*")
 
 
-def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A GRPO config on the quickstart's untrained model; `sections` are laid over it."""
+def keep_layers(folder: Path, num_layers: int) -> None:
+    """The first ones of a model folder: a step's time is mostly that of its layers."""
+    fields, weights = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    further = tuple(f"model.layers.{layer}." for layer in range(num_layers, fields["num_hidden_layers"]))
+    kept = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(further)}
+    save_file(kept, weights, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": num_layers}))
+
+
+def write_config(folder: Path, *, num_layers: int = 4, **sections: dict[str, Any]) -> Path:
+    """A GRPO config on so many layers of the quickstart's untrained model; `sections` are laid over it."""
     assets = write_assets(folder / "assets", seed=0)
+    keep_layers(assets.model, num_layers)
     config: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "dir": str(folder / "runs"), "steps": 6, "progress": "plain"},
         "model": {"path": str(assets.model), "dtype": "float32"},

@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
 WRAPS = ("ddp", "megatron_fsdp")
-NUM_SAMPLES = 240  # in micro-batches of 20 tokens
+NUM_SAMPLES = 128  # in micro-batches of 20 tokens
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def sft_config(folder: Path, **checkpoint: Any) -> Path:
     """Of a run without replicas."""
     algorithm, every_step = {"name": "sft", "num_minibatches": 1}, {"every_steps": 1, "keep": 2, **checkpoint}
-    return write_config(folder, engine={"wrap": "ddp"}, algorithm=algorithm, checkpoint=every_step)
+    return write_config(folder, num_layers=2, engine={"wrap": "ddp"}, algorithm=algorithm, checkpoint=every_step)
 
 
 def content(folder: Path) -> dict[str, bytes]:
