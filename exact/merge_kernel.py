@@ -37,7 +37,7 @@ def _merge(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0917
     inside = (rows < num_rows) & (columns < num_columns)
     place = rows * num_columns + columns
     before = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    exact = tl.fma(update, tl.zeros_like(update) + scale, before)  # written as sums, the compiler fuses it in some layouts only
+    exact = tl.fma(update, tl.zeros_like(update) + scale, before)  # the compiler fuses `*` and `+` in some layouts only
     update *= scale
     rounded = exact.to(out.dtype.element_ty)
     tl.store(out + place, rounded, mask=inside)

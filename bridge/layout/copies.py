@@ -145,7 +145,7 @@ def view(flat: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 class Tiles(NamedTuple):
-    """Copies of at most TILE_WORDS words of 8 bytes, none of which crosses a multiple of TILE_WORDS in the bucket.
+    """Copies of at most TILE_WORDS words of 8 bytes. No copy crosses a multiple of TILE_WORDS in the bucket.
 
     `table`, int32 [tiles, 4]: number of the name from 1 on, first word in that memory, first word in the bucket, number of words.
     The words of a piece of `rest` are tiles of number 0, from the bucket to itself, for the digest.

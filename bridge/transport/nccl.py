@@ -96,7 +96,7 @@ class GroupReader:
         """The next bucket is on the wire while one is loaded; digests are compared after the last."""
         channel = self._channels.join(stage.index, deadline)
         self._make_buffers(stage.buffer_bytes)
-        freed: list[Any] = [channel.mark()] * NUM_BUFFERS  # after the kernels that fill them with zeros
+        freed: list[Any] = [channel.mark()] * NUM_BUFFERS  # after they are zeroed
 
         def take(bucket: Bucket) -> Any:
             data = self._buffers[bucket.index % NUM_BUFFERS][: bucket.num_bytes]

@@ -91,7 +91,7 @@ class FirstPort:
 
     def start(self, deadline: float) -> None:
         self._deadline, self._position = deadline, 0
-        self._freed, self._forwards = [self._in.mark()] * NUM_BUFFERS, [None] * NUM_BUFFERS  # after zeros are filled in
+        self._freed, self._forwards = [self._in.mark()] * NUM_BUFFERS, [None] * NUM_BUFFERS  # after they are zeroed
         self._post()
 
     def _post(self) -> None:

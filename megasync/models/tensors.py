@@ -76,8 +76,8 @@ def _check_head(folder: Path, embeddings: str, head: str) -> None:
     places = [found[key] for key in (embeddings, head)]
     dtypes = [place[1].dtype for place in places]
     if dtypes[0] != dtypes[1] or not _are_equal(places):
-        what = "is another than" if dtypes[0] == dtypes[1] else f"is in {dtypes[1]}, in {dtypes[0]} are"
-        message = f"{folder / 'config.json'}: tie_word_embeddings = true: {head} {what} {embeddings}"
+        what = f"differs from {embeddings}" if dtypes[0] == dtypes[1] else f"is in {dtypes[1]}, {embeddings} in {dtypes[0]}"
+        message = f"{folder / 'config.json'}: tie_word_embeddings = true: {head} {what}"
         engine = "it and vLLM take the embeddings, transformers takes a head that differs after conversion"
         remedy = "take the head out of the weights, or write false if the model was trained with a head of its own"
         raise ConfigError(message, engine=engine, remedy=remedy)

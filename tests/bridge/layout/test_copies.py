@@ -38,7 +38,7 @@ def run_tiles(tiles: Tiles, memory: dict[str, torch.Tensor], data: torch.Tensor)
 @example([(1, 64, 0, kind) for kind in KINDS], 2**20)
 @given(TENSORS, st.sampled_from([1024, 2**15, 2**20]))
 def test_tiles_copy_what_views_copy(tensors, bucket_bytes) -> None:
-    """Tensors of rows that lie in memory with gaps, some of which foreach copies: they convert, or are not made of words."""
+    """The rows of a tensor have gaps in memory. foreach copies those that convert or are not whole words."""
     specs, memory, copies = [], {}, dict[int, tuple[Copy, ...] | None]()
     for index, (rows, pairs, gap, kind) in enumerate(tensors):
         columns, stride, start = 2 * pairs, 2 * (pairs + gap), 2 + (kind == "odd")
