@@ -59,7 +59,8 @@ class Teacher:
         """What reads it from the policy's logits; None where the sampled tokens' log-probs are all."""
         if self.objective.objective == "sampled":
             return None
-        return Divergence(self.objective, temperature, self._logits if self.objective.objective == "full" else None)
+        logits = self._logits if self.objective.objective == "full" else None
+        return Divergence(self.objective, temperature, self.mbridge.vocab_size, logits)
 
     def fill(self, microbatches: Sequence[MicroBatch], runner: PipelineRunner, read: LogProbs) -> None:
         """Set the teacher's fields of micro-batches on the last stage, unless their samples have them. `read`: of labels."""

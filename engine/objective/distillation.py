@@ -26,6 +26,7 @@ from engine.objective.entropy import CHUNK_ELEMENTS
 from engine.runtime.megatron import parallel_state as mpu
 
 MAX_DIFFERENCE = 80.0  # of two log-probs in a mixture; exp of it is finite in float32
+NO_LOG_PROB = -1e4  # exp of it is 0
 LEAST_REST = 1e-6  # probability of all tokens beyond the teacher's most likely ones: 1 less a sum in float32 is no smaller
 
 
@@ -78,11 +79,12 @@ def whole_divergence(
 
 
 def top_divergence(
-    log_q: torch.Tensor, ids: torch.Tensor, log_p: torch.Tensor, objective: TeacherObjective, group: Any
+    log_q: torch.Tensor, ids: torch.Tensor, log_p: torch.Tensor, objective: TeacherObjective, group: Any, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `whole_divergence`, over the tokens `ids` [n, k] with the teacher's `log_p` [n, k], and all others as one category.
 
-    It is at most that of the whole vocabulary, and 0 where all k + 1 probabilities are equal.
+    It is at most that of the whole vocabulary, and 0 where all k + 1 probabilities are equal. Those of `ids` that are not below
+    the policy's `vocab_size`, of a teacher with more embeddings, are among the others.
     """
     size = log_q.shape[1]
     own_ids = ids - (size * dist.get_rank(group) if num_ranks(group) > 1 else 0)
@@ -91,6 +93,7 @@ def top_divergence(
     top_q = torch.where(is_own, log_q.gather(1, own_ids), 0.0)
     if num_ranks(group) > 1:
         dist.all_reduce(top_q, group=group)
+    top_q, log_p = (torch.where(ids < vocab_size, each, NO_LOG_PROB) for each in (top_q, log_p))
     all_q = with_rest(top_q)
     value, weighted = summands(all_q, with_rest(log_p), objective)
     baseline = -torch.ones_like(value[:, 0]) if objective.divergence == "forward_kl" else weighted.sum(-1)
@@ -136,6 +139,7 @@ class Divergence:
 
     objective: TeacherObjective
     temperature: float
+    vocab_size: int  # of the policy, without padding
     teacher_logits: Callable[[torch.Tensor], torch.Tensor] | None = None  # of its hidden states, with `objective` full
 
     def __call__(self, logits: torch.Tensor, *teacher: torch.Tensor) -> torch.Tensor:
@@ -152,7 +156,7 @@ class Divergence:
         log_q = log_softmax(logits, self.temperature, group)
         if self.objective.objective == "top_k":
             ids, log_p = teacher
-            return top_divergence(log_q, ids, log_p, self.objective, group)
+            return top_divergence(log_q, ids, log_p, self.objective, group, self.vocab_size)
         return whole_divergence(log_q, log_softmax(teacher[0], self.temperature, group), self.objective, group)
 
 

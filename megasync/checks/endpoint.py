@@ -15,7 +15,7 @@ from megasync.config.schema import Config
 from megasync.data.tokenizer import load_tokenizer
 from megasync.models.folder import model_shape
 from megasync.served.endpoint import Endpoint, EndpointSettings, urls_of
-from megasync.served.protocol import ServedError
+from megasync.served.protocol import RefusedError, ServedError
 
 KEY = "teacher.endpoint"
 PATIENCE_SECONDS = 20.0
@@ -34,16 +34,19 @@ def check_endpoint(config: Config) -> None:
     texts = [PROBE, "".join(tokenizer.all_special_tokens), " ".join(pieces)]
     own = [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     top_k = teacher.top_k if teacher.objective == "top_k" else 0
-    longest = _most_tokens(config)
+    longest, vocab_size = _most_tokens(config), model_shape(config.model.path).vocab_size
     for url in urls_of(teacher.endpoint):
         try:
-            found, context = asyncio.run(_ask(url, texts, own[0], top_k))
+            found, context, problem = asyncio.run(_ask(url, texts, [*own[0][:16], vocab_size - 1], top_k))
         except ServedError as error:
             remedy = "start `vllm serve FOLDER --max-logprobs K`, K at least teacher.top_k, and write http://HOST:PORT/v1"
             raise ConfigError(str(error), remedy=remedy) from error
         if difference := _difference(texts, own, found):
             remedy = "serve a teacher with the policy's tokenizer: log-probs are compared token by token"
             raise ConfigError(f"{KEY} = {url}: its tokenizer is another one than that of model.path: {difference}", remedy=remedy)
+        if problem:
+            remedy = f"serve a teacher whose config.json has vocab_size = {vocab_size} or more, padding included"
+            raise ConfigError(f"{KEY} = {url}: cannot score the policy's token {vocab_size - 1}: {problem}", remedy=remedy)
         if context and longest >= context:  # vLLM wants room for one token more
             problem = f"its max_model_len is {context}, and a sample may have {longest} tokens"
             remedy = f"write rollout.max_model_len={context - 1}, or serve a teacher with --max-model-len {longest + 1}"
@@ -66,11 +69,18 @@ def _difference(texts: Sequence[str], own: Sequence[list[int]], found: Sequence[
     return ""
 
 
-async def _ask(url: str, texts: Sequence[str], ids: list[int], top_k: int) -> tuple[list[list[int]], int]:
-    """The server's ids of each text, and its max_model_len or 0; it is asked for log-probs, too."""
+async def _ask(url: str, texts: Sequence[str], ids: list[int], top_k: int) -> tuple[list[list[int]], int, str]:
+    """The server's ids of each text, its max_model_len or 0, and why it gives no log-probs of the last of `ids`, if it does not.
+    Those of the others are needed.
+    """
     endpoint = Endpoint(EndpointSettings(KEY, (url,), patience_seconds=PATIENCE_SECONDS))
     try:
-        await endpoint.prompt_log_probs([ids[:16]], top_k)
-        return await endpoint.tokens(texts), await endpoint.context_tokens()
+        await endpoint.prompt_log_probs([ids[:-1]], top_k)
+        problem = ""
+        try:
+            await endpoint.prompt_log_probs([ids[-2:]], top_k)
+        except RefusedError as error:
+            problem = str(error)
+        return await endpoint.tokens(texts), await endpoint.context_tokens(), problem
     finally:
         await endpoint.close()

@@ -133,6 +133,10 @@ def _folder_errors(config: Config, key: str, folder: Path, own: Path) -> Iterato
         problem = f"its tokenizer is another one than that of model.path = {own}: {difference}"
         yield ConfigError(f"{key} = {folder}: {problem}", remedy=remedy)
     if not config.teacher.is_in_trainer:
+        if shape.vocab_size < (size := model_shape(own).vocab_size):
+            problem = f"it cannot score all tokens of model.path = {own}, whose config.json has vocab_size = {size}"
+            remedy = f"name a teacher with vocab_size = {size} or more, padding included"
+            yield ConfigError(f"{key} = {folder}: {problem}", vocab_size=str(shape.vocab_size), remedy=remedy)
         remedy = "name another teacher, or one of the policy's shape with teacher.place=trainer"
         if is_served_here(config):
             found = unserved_errors(config, folder, shape, remedy, on_gpus=bool(visible_devices()))

@@ -58,7 +58,7 @@ def read(
     logits: torch.Tensor, teacher: tuple[torch.Tensor, ...], objective: TeacherObjective, temperature: float
 ) -> torch.Tensor:
     """As the engine does, on one rank."""
-    reader = Divergence(objective, temperature)
+    reader = Divergence(objective, temperature, SIZE)
     return distillation._Divergence.apply(logits, teacher, reader, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -99,6 +99,28 @@ def test_value_and_gradient_of_likely_tokens(own: int, other: int, objective: Te
     assert (found <= whole + 1e-5).all(), "merging categories cannot raise a divergence"
     if objective.top_k == SIZE:
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+@FAST
+@given(st.integers(0, 2**31), st.integers(0, 2**31), objectives, temperatures, st.integers(0, 5))
+def test_likely_tokens_that_the_policy_has_no_embeddings_for_are_among_the_others(
+    own: int, other: int, objective: TeacherObjective, temperature: float, padding: int
+) -> None:
+    """Of a teacher with a larger vocabulary, such as Qwen2.5-7B's beside 1.5B's. `padding`: rows of the policy's logits."""
+    objective = objective.model_copy(update={"objective": "top_k", "top_k": min(objective.top_k, SIZE - 1)})
+    policy = torch.cat([drawn(own, spread=1.0), torch.full((4, padding), -1e30)], 1).requires_grad_()
+    teacher = torch.cat([drawn(other, spread=1.0), 1.0 + drawn(other + 1, spread=1.0)[:, :4]], 1)
+    ids, log_probs = top_tokens(teacher, objective.top_k, temperature, None)
+    found = read(policy, (ids, log_probs), objective, temperature)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    exact = policy.detach()[:, :SIZE].double().requires_grad_()
+    q, p = (exact / temperature).softmax(-1), (teacher.double() / temperature).softmax(-1)
+    expected = torch.cat([plainly(*(merged(each[None, row], known[None]) for each in (q, p)), objective)
+                          for row in range(4) for known in [ids[row][ids[row] < SIZE]]])  # fmt: skip
+    (wanted,) = torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=5e-6)
+    torch.testing.assert_close(gradient[:, :SIZE].double(), wanted, rtol=1e-4, atol=1e-5)
+    assert not gradient[:, SIZE:].any()
 
 
 @FAST

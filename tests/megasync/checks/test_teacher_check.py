@@ -173,6 +173,15 @@ def test_another_tokenizer_is_refused_by_its_first_difference(runnable: Path, tm
         assert message.startswith(f"teacher.path = {folder}: ") and "'7'" in message
 
 
+def test_a_served_teacher_has_the_policys_tokens(runnable: Path, tmp_path: Path) -> None:
+    """And may have more: Qwen2.5-7B has 152064 embeddings, 1.5B 151936, for one tokenizer."""
+    for size in (129, 127):
+        write_teacher(tmp_path / str(size), vocab_size=size)
+    check_config(load_config(runnable, [f"teacher.path={tmp_path / '129'}", "rollout.max_new_tokens=16"]), 2)
+    error = refusal(runnable, f"teacher.path={tmp_path / '127'}")
+    assert (error.key, error.lines["vocab_size"]) == ("teacher.path", "127") and "128" in error.remedy
+
+
 @pytest.mark.parametrize(
     ("override", "remedy"),
     [

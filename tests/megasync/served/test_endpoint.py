@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,25 @@ def test_a_teacher_has_room_for_the_longest_sample_and_a_token(
     with pytest.raises(ConfigError) as error:
         asyncio.run(check())
     assert context is not None and error.value.key == KEY and f"max_model_len={context - 1}" in error.value.remedy
+
+
+@pytest.mark.parametrize("size", [127, 128])
+def test_a_teacher_has_the_policys_tokens(runnable: Path, size: int) -> None:
+    """All of its 128, also those that stand for no text: the policy may sample them, and vLLM would refuse the sample."""
+    tokenizer, _ = load_tokenizer(runnable.parent / "model")
+
+    def answer(body: dict[str, Any], _: int) -> Any:
+        if isinstance(body["prompt"], list):
+            return scored(body) if max(body["prompt"]) < size else 400
+        return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False), "max_model_len": 4096}
+
+    async def check() -> None:
+        async with serving(answer) as url:
+            await asyncio.to_thread(check_endpoint, load_config(runnable, [f"teacher.endpoint={url}"]))
+
+    with nullcontext() if size == 128 else pytest.raises(ConfigError) as error:
+        asyncio.run(check())
+    assert error is None or (error.value.key == KEY and "vocab_size = 128" in error.value.remedy)
 
 
 def test_a_chat_has_its_sampling() -> None:
