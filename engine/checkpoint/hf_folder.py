@@ -27,6 +27,7 @@ from engine.runtime.tensor_file import save_tensors
 
 FILE_BYTES = 2**29
 KEPT = "model-kept-"  # names of files of tensors that are copied
+TEMPLATES = "additional_chat_templates/*.jinja"  # such as tool_use, beside chat_template.jinja
 NOT_COPIED = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf")
 Digest = Callable[[torch.Tensor], int]
 
@@ -124,9 +125,11 @@ def finish_folder(folder: Path, model_path: Path) -> None:
     else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for path in model_path.iterdir():
+    for path in (*model_path.iterdir(), *model_path.glob(TEMPLATES)):
         if path.is_file() and not path.name.endswith(NOT_COPIED):
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(model_path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     path = folder / "config.json"
     ((dtype, _),) = dtypes.most_common(1)  # the bias of a router is float32 in any folder
     fields = _of_weights(json.loads(path.read_text(encoding="utf-8")), dtype)

@@ -24,7 +24,7 @@ from megasync.tools.export.command import export, main
 from megasync.tools.serving.send import FolderSource
 from tests.engine.model.test_gpt_oss import write_packed
 from tests.support.file_limit import file_limit, umask, without_override
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import write_templates, write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (10, 20):
         checkpoint = folder / "checkpoints" / f"step_{step:08d}"
         write_tiny_model(checkpoint / "hf", "qwen3", tied=True, seed=step)
+        write_templates(checkpoint / "hf")
         torch.save({}, checkpoint / "rank_00000.pt")
     write_tiny_model(folder / "checkpoints" / ".partial_step_00000030" / "hf", "qwen3", seed=30)
     (folder / "checkpoints" / "step_by_step").mkdir()
@@ -66,7 +67,9 @@ def test_the_newest_checkpoint_becomes_a_folder_that_transformers_loads(run: Pat
     assert [p.name for p in target.parent.iterdir()] == ["model"]
     expected = AutoModelForCausalLM.from_pretrained(source)(torch.tensor([[5, 6, 7]])).logits
     assert torch.equal(AutoModelForCausalLM.from_pretrained(target)(torch.tensor([[5, 6, 7]])).logits, expected)
-    assert AutoTokenizer.from_pretrained(target).decode([5, 6, 7]) == '"#$'
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.decode([5, 6, 7]) == '"#$'
+    assert tokenizer.chat_template == {"default": "plain", "tool_use": "tools"}
 
 
 def test_a_step_can_be_chosen(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

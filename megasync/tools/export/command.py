@@ -71,9 +71,9 @@ def _export(run: Path, source: Path, target: Path, *, adapter: bool, merge: bool
         merge_base(run, source, target)
         return
     with _whole_or_not(target, source) as partial:
-        for path in sorted(source.iterdir()):
-            if path.is_file():
-                shutil.copyfile(path, partial / path.name)
+        for path in sorted(source.rglob("*")):
+            copy = partial / path.relative_to(source)
+            copy.mkdir() if path.is_dir() else shutil.copyfile(path, copy)
 
 
 def merge_base(run: Path, adapter: Path, target: Path) -> None:
@@ -128,8 +128,9 @@ def _whole_or_not(target: Path, base: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        for path in partial.iterdir():
-            flush(path)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                flush(path)
         partial.rename(target)
     except OSError as error:
         if _is_source(error, partial):

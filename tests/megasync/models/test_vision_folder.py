@@ -15,6 +15,7 @@ from engine.config import LoraConfig
 from model_folder.layout import VISION_LANGUAGE, key_of, own_fields, own_name, own_name_in_any, places, read_folder_layout
 from engine.peft.folder import base_shapes
 from megasync.data.load import read_files
+from megasync.data.tokenizer import load_tokenizer
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from engine.attention.windows import layer_windows
@@ -22,7 +23,7 @@ from megasync.models.folder import check_model_folder, model_fields
 from megasync.models.tensors import expected_tensors, num_parameters
 from megasync.tools.bisect.choose import check_family
 from tests.support.config_files import model_refused, refusal, write, write_runnable
-from tests.support.tiny_models import is_of_vision, load_model, publish, rename, write_tiny_model
+from tests.support.tiny_models import is_of_vision, load_model, publish, rename, write_templates, write_tiny_model
 
 def as_written(folder: Path) -> Path:
     return folder
@@ -94,6 +95,7 @@ def test_a_written_folder_keeps_what_is_not_trained_bit_for_bit(tmp_path: Path, 
     from safetensors.torch import load_file as load_tensors
 
     base = layout(write_tiny_model(tmp_path / "base", family, dtype=torch.bfloat16, **SIZES))
+    write_templates(base)
     held, folder_layout = load_tensors(base / "model.safetensors"), read_folder_layout(base)
     own = places({key: tensor.shape for key, tensor in held.items()}, folder_layout)
     trained = {name: place.of(held[place.key]).float() + 1 for name, place in own.items()}
@@ -101,6 +103,7 @@ def test_a_written_folder_keeps_what_is_not_trained_bit_for_bit(tmp_path: Path, 
     save_weights(tmp_path / "new", as_in(base, trained.items()), Share(0))
     finish_folder(tmp_path / "new", base)
     check_model_folder(tmp_path / "new")
+    assert load_tokenizer(tmp_path / "new")[0].chat_template == {"default": "plain", "tool_use": "tools"}
     found = {name: tensor for file in (tmp_path / "new").glob("*.safetensors") for name, tensor in load_tensors(file).items()}
     others = {name for name in held if own_name(name, folder_layout) is None}
     assert all(torch.equal(found[name], held[name]) and found[name].dtype is held[name].dtype for name in others)
