@@ -68,27 +68,35 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     return {**vocabulary, **{each["content"]: each["id"] for each in fields.get("added_tokens") or ()}}
 
 
-def generation_ends(folder: Path) -> list[int]:
-    """The eos_token_id of generation_config.json as a list; empty if there is none. ConfigError for values that are not ids."""
-    path = folder / GENERATION
-    eos = read_json_object(path).get("eos_token_id") if path.is_file() else None
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+def named_ends(folder: Path) -> list[tuple[int, str]]:
+    """The eos_token_id of generation_config.json or, where there is no such file, of config.json, whose text_config may have it:
+    each id, and where it stands. As transformers and vLLM choose.
+
+    Raises:
+        ConfigError: values that are not ids.
+    """
+    path = next((path for path in (folder / GENERATION, folder / "config.json") if path.is_file()), None)
+    fields = read_json_object(path) if path is not None else {}
+    nested = fields.get("text_config")
+    given = [each.get("eos_token_id") for each in (fields, nested) if isinstance(each, dict)]
+    eos: Any = next((each for each in given if each is not None), [])
+    ids = eos if isinstance(eos, list) else [eos]
     message = f"{path}: eos_token_id = {eos!r}: a token's number, or a list of them, is expected"
     refuse_if(any(type(one) is not int for one in ids), message, remedy=DOWNLOAD)
-    return ids
+    return [(one, f"{path}: eos_token_id") for one in ids]
 
 
 def stop_token_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> tuple[tuple[int, ...], list[str]]:
-    """(ids, notes): the tokenizer's end-of-sequence token first, then those of generation_config.json. Ids without an embedding
-    are left out, with a note.
+    """(ids, notes): the tokenizer's end-of-sequence token first, then `named_ends`. Ids without an embedding are left out, with
+    a note.
 
     Raises:
         ConfigError: there is no end token, or the model has no embedding for the first one, which ends supervised answers.
     """
     found = [] if tokenizer_eos is None else [(tokenizer_eos, f"model.path = {folder}: the tokenizer's eos_token")]
-    found += [(one, f"{folder / GENERATION}: eos_token_id") for one in generation_ends(folder)]
+    found += named_ends(folder)
     if not found:
-        message = f"model.path = {folder}: names no end-of-sequence token, in its tokenizer or generation_config.json"
+        message = f"model.path = {folder}: tokenizer, generation_config.json or config.json name no end-of-sequence token"
         raise ConfigError(message, remedy="give tokenizer_config.json an eos_token")
     unknown = [(one, where) for one, where in found if not 0 <= one < vocab_size]
     problems = [f"{where} is the token {one}, and the model has embeddings for 0 to {vocab_size - 1}" for one, where in unknown]

@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bridge.replicas.pool import ReplicaPool
-from engine.engine import Engine
 from megasync.config.schema import Config
-from megasync.data.tokenizer import generation_ends
+from megasync.data.tokenizer import load_tokenizer, named_ends
 from megasync.report.log import RunLog
 from megasync.run.rank_zero import RankZero, of_rank_zero
 from megasync.service.calls import Reader
@@ -51,7 +50,8 @@ class Front:
         ends.callback(journal.close)
         wait_seconds = WAIT_SECONDS if worker.driven.shares else 0.0
         self.desk = Desk(config.service, journal, reader, done, self.pool.config.adapter_slots, wait_seconds)
-        self.sampling = Sampling(self.pool, _ends_of(worker.engine, config.model.path), self.desk, self.finish)
+        ends_of_model = _ends_of(Path(config.model.path), hf_config.vocab_size)
+        self.sampling = Sampling(self.pool, ends_of_model, self.desk, self.finish)
         ends.callback(self.sampling.close)
         catalog = Catalog(worker.folder / "models", names[0], config.model.path, worker.adapters.specs)
         log = RunLog(_quiet(config), first_step=done, write=True)
@@ -89,8 +89,7 @@ def _quiet(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"progress": "none"})})
 
 
-def _ends_of(engine: Engine, path: str) -> tuple[int, ...]:
-    """Tokens that end a response of the model in the folder."""
-    own = engine.mbridge.hf_config.eos_token_id
-    ends = [own] if isinstance(own, int) else list(own or [])
-    return tuple(dict.fromkeys([*ends, *generation_ends(Path(path))]))
+def _ends_of(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a response of the model in the folder where a request names none."""
+    ends = [load_tokenizer(folder)[0].eos_token_id, *(each for each, _ in named_ends(folder))]
+    return tuple(dict.fromkeys(each for each in ends if each is not None and 0 <= each < vocab_size))

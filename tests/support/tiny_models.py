@@ -199,6 +199,13 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
+def write_templates(folder: Path) -> None:
+    """Chat templates of a model that has another one for conversations with tools."""
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+
+
 def build_tiny_model(family: str, tied: bool, seed: int, dtype: torch.dtype, **config: object) -> PreTrainedModel:
     """4 layers, hidden 128, 4 heads of 32, 2 KV heads; `config` overrides fields of the Hugging Face config."""
     (text, *_), (config_class, model_class) = WITH_VISION.get(family, (family,)), FAMILIES.get(family) or WITH_VISION[family][1:]

@@ -153,6 +153,31 @@ def test_ends_that_the_model_has_no_token_for_are_left_out(tmp_path: Path) -> No
     assert sum("generation_config.json" in note for note in prompts.notes) == 2
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        (None, {"eos_token_id": [2, 5, 128]}, (2, 5)),
+        ({"temperature": 0.6}, {"eos_token_id": 5}, (2,)),
+        ({"eos_token_id": [3]}, {"eos_token_id": 5}, (2, 3)),
+        (None, {"text_config": {"eos_token_id": 7}}, (2, 7)),
+        (None, {"eos_token_id": 6, "text_config": {"eos_token_id": 7}}, (2, 6)),
+        (None, {"eos_token_id": None}, (2,)),
+    ],
+)
+def test_ends_are_those_of_config_json_where_there_is_no_generation_config(
+    tmp_path: Path, generation: dict[str, object] | None, config: dict[str, object], ends: tuple[int, ...]
+) -> None:
+    """As transformers and vLLM take them; a service has the same as training."""
+    from megasync.service.front import _ends_of
+    from tests.support.config_files import write_model
+
+    folder = write_model(tmp_path, **config)
+    write_kind("characters", folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert Prompts(str(folder), DataConfig()).stop_token_ids == ends == _ends_of(folder, 128)
+
+
 def test_answers_behind_an_opened_thought_are_noted(tmp_path: Path) -> None:
     """As of reasoning models whose template ends prompts with <think>, and writes finished turns without it."""
     opened = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif")
