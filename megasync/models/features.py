@@ -54,6 +54,9 @@ QWEN2 = ("qwen2", "qwen2_moe")  # vLLM's qwen2.py:150 and qwen2_moe.py:225 read 
 OF_TRANSFORMERS = (OLMO3, "seed_oss", SMOLLM3)  # whose layers vLLM 0.32 has from transformers (models/transformers/)
 VLLM_ALONE: dict[str, tuple[str, ...]] = {  # fields that vLLM 0.32 reads of these families, and transformers does not
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "kv_lora_rank"), OF_TRANSFORMERS),
+    "bias": ("llama", "mistral"),
+    "dual_chunk_attention_config": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    "head_dtype": FAMILIES,
     "layer_scale": DELTA_NET_FAMILIES,
     "llama_4_scaling": LATENT_FAMILIES,
     "qk_norm": ("qwen2",),

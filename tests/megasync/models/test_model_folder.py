@@ -137,6 +137,9 @@ def test_unsupported_rotary_embeddings(tmp_path: Path, key: str, changes: dict[s
         {"is_causal": False},
         {"model_type": "qwen2", "qk_norm": True},
         {"model_type": "llama", "logit_scale": 0.5},
+        {"model_type": "llama", "bias": True},
+        {"head_dtype": "float32"},
+        *({"model_type": each, "dual_chunk_attention_config": {"chunk_size": 64}} for each in ("qwen2", "qwen3")),
     ],
 )
 def test_unsupported_fields(tmp_path: Path, changes: dict[str, object]) -> None:
