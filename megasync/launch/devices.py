@@ -10,15 +10,18 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 SMI_SECONDS = 120.0  # a driver that does not stay loaded takes seconds a GPU
 
 
 def visible_devices() -> tuple[str, ...]:
-    """The GPUs that a process started from here sees."""
+    """The GPUs that a process started from here sees; none on a machine without GPUs, whatever CUDA_VISIBLE_DEVICES lists."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = listed.split(",") if listed is not None else [str(index) for index in range(len(gpu_names()))]
-    return tuple(name for name in names if name.strip() not in ("", "-1"))
+    if listed is None:
+        return tuple(str(index) for index in range(len(gpu_names())))
+    names = tuple(name for name in listed.split(",") if name.strip() not in ("", "-1"))
+    return names if names and (any(Path("/dev").glob("nvidia[0-9]*")) or gpu_names()) else ()
 
 
 def gpu_names() -> list[str]:

@@ -15,6 +15,7 @@ from megasync.checks.check import check_config
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.tools.plan.make import check
+from tests.support.gpus import pretend_gpus
 from tests.support.config_files import refusal
 
 RUNS = ("model.exact=true", "model.dtype=float32")
@@ -48,7 +49,7 @@ def test_keys_that_are_not_exact(config: Path, overrides: list[str], key: str, r
 
 
 def test_on_gpus_it_is_bfloat16(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    pretend_gpus(monkeypatch, config.parent, 2)
     check_config(load_config(config, [*RUNS, "model.dtype=bfloat16"]), 1)
     assert refusal(config, *RUNS).remedy == "write model.dtype=bfloat16, or model.exact=false"
     assert refusal(config, *RUNS, "model.dtype=bfloat16", "engine.head_dtype=float32").key == "engine.head_dtype"

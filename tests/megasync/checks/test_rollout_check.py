@@ -15,6 +15,7 @@ from megasync.config.errors import ConfigError
 from megasync.models.folder import model_shape
 from megasync.checks.data import ask_vllm
 from megasync.rewards.resolve import require_packages
+from tests.support.gpus import pretend_gpus
 from tests.support.tiny_models import DELTA_SERVED, write_tiny_model
 from tests.support.config_files import cannot_run, command, refusal, refused, write, write_model, write_runnable
 
@@ -104,7 +105,7 @@ def test_heads_that_vllm_has_no_attention_for_on_cpus(runnable: Path, monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     error = refusal(runnable)
     assert (error.key, error.value) == ("head_dim", "16") and "algorithm.name=sft" in error.remedy
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    pretend_gpus(monkeypatch, runnable.parent, 4)
     check_layout(load_config(runnable, []), model_shape(folder), 2)
 
 
@@ -112,7 +113,7 @@ def test_what_vllm_lacks_on_gpus(runnable: Path, monkeypatch: pytest.MonkeyPatch
     adapter = ["engine.lora.rank=4", "engine.lora.sync=adapter", "model.dtype=float32"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_config(load_config(runnable, adapter), 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    pretend_gpus(monkeypatch, runnable.parent, 4)
     error = refusal(runnable, *adapter)
     assert (error.key, error.value) == ("model.dtype", "float32") and "engine.lora.sync=merged" in error.remedy
     check_config(load_config(runnable, [*adapter, "model.dtype=bfloat16"]), 2)
@@ -151,7 +152,7 @@ def test_a_cache_larger_than_the_memory_of_a_host_without_gpus(runnable: Path, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     error = refusal(runnable, "rollout.kv_cache_bytes=900TiB")
     assert (error.key, error.value) == ("rollout.kv_cache_bytes", "989560464998400")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    pretend_gpus(monkeypatch, runnable.parent, 4)
     check_config(load_config(runnable, ["rollout.kv_cache_bytes=900TiB"]), 2)
 
 

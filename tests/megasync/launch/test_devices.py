@@ -5,14 +5,17 @@ python -m pytest tests/megasync/launch/test_devices.py
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.config.schema import Config, RolloutConfig
-from megasync.launch.devices import devices_for_ray, replica_devices, visible_devices
+from megasync.launch.devices import devices_for_ray, gpu_names, replica_devices, visible_devices
 from megasync.launch.driver import Place, rank_environments
 from megasync.launch.num_ranks import default_num_ranks
+from tests.support.gpus import pretend_gpus
 
 VISIBLE = st.lists(st.integers(0, 63), min_size=1, max_size=16, unique=True).map(lambda numbers: list(map(str, numbers)))
 
@@ -62,9 +65,17 @@ def test_a_machine_without_gpus() -> None:
 
 
 @pytest.mark.parametrize(("listed", "seen"), [("", ()), ("-1", ()), ("3,1", ("3", "1")), ("GPU-8f,GPU-2c", ("GPU-8f", "GPU-2c"))])
-def test_visible_devices(monkeypatch: pytest.MonkeyPatch, listed: str, seen: tuple[str, ...]) -> None:
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str, seen: tuple[str, ...]) -> None:
+    pretend_gpus(monkeypatch, tmp_path, 4)
+    assert visible_devices() == ("0", "1", "2", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert visible_devices() == seen
+
+
+@pytest.mark.skipif(bool(gpu_names()), reason="the machine has GPUs")
+def test_a_machine_without_gpus_has_none_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert visible_devices() == ()
 
 
 def test_ranks_of_several_nodes_see_the_gpus_of_their_own() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.support.gpus import pretend_gpus
 from tests.support.tiny_models import SERVED, write_tiny_model
 
 from megasync.config.errors import ConfigError
@@ -62,7 +63,7 @@ def test_either_wrap(model: str, tmp_path: Path, wrap: str) -> None:
 
 def test_one_gpu_for_trainer_and_replica(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a file, whose keys have values once it is loaded, whether they are written or not."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    pretend_gpus(monkeypatch, tmp_path, 1)
     file = tmp_path / "serve.yaml"
     given = config(model, tmp_path, rollout={"placement": "colocated"}).model_dump(mode="json", exclude_defaults=True)
     file.write_text(yaml.safe_dump(given))
@@ -171,7 +172,7 @@ def test_other_networks_need_a_key(model: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_one_gpu_wants_replicas_beside_the_trainer(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    pretend_gpus(monkeypatch, tmp_path, 1)
     with pytest.raises(ConfigError, match=r"^rollout\.replicas = "):
         default_num_ranks(config(model, tmp_path), 1)
     colocated = config(model, tmp_path, rollout={"placement": "colocated"})
