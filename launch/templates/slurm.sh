@@ -11,7 +11,7 @@
 #SBATCH --signal=B:USR1@@@{grace_seconds}
 @{more_lines}
 set -euo pipefail
-cd @{root}
+cd @{here}
 
 # Before the time limit the run is asked to stop: it ends its step, writes a checkpoint and leaves with 75; then the job is queued again.
 is_over_soon=false
@@ -19,7 +19,7 @@ stop() { is_over_soon=true; mkdir -p @{run_folder} && touch @{run_folder}/stop; 
 trap stop USR1
 
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-srun --kill-on-bad-exit=0 --wait=0 ./launch/torchrun_nodes.sh @{arguments} \
+srun --kill-on-bad-exit=0 --wait=0 @{root}/launch/torchrun_nodes.sh @{arguments} \
   --nodes "$nodes" --head "${nodes%%,*}:@{port}" --nproc @{nproc} --max-restarts @{max_restarts} &
 launchers=$! code=0
 until wait "$launchers"; do # the signal interrupts it

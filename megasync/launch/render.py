@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import shlex
 import string
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from megasync.config.errors import main_errors, refuse_if
 from megasync.config.load import load_config
@@ -26,6 +28,7 @@ from megasync.launch.scope import LAST_PORT
 
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
 MAX_CHARACTERS = 47  # of a RayJob's name: KubeRay v1.4.2, ray-operator/controllers/ray/utils/constant.go:MaxRayJobNameLength
+ONE_OPTION = re.compile(r"-[^\s=]+(=[^\n]*)?")  # of sbatch; its value may have blanks
 CPUS_BESIDE = 4  # of a node, for Ray, reward processes and the launcher
 
 
@@ -70,6 +73,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--nodes and --nproc: at least 1; --gpus: at least 0")
     if not 0 < given.port <= LAST_PORT:
         parser.error(f"--port {given.port}: 1 to {LAST_PORT}")
+    for option in given.sbatch:
+        if not ONE_OPTION.fullmatch(option):
+            parser.error(f"--sbatch {option!r}: one option is expected, as --sbatch=--partition=gpu; repeat --sbatch for more")
     return given
 
 
@@ -100,8 +106,11 @@ def render(given: argparse.Namespace, config: Config, command: str) -> str:
     spread = 0 if given.nodes * nproc < given.nodes else given.nodes
     demand = Demand(given.nodes * nproc, spread, pools(config))
     refuse_if(problem := placement_problem(nodes, demand), problem)
+    message = f"{given.config}: there is no such file below {CLONE}, the working folder of a kuberay job"
+    is_away = given.system == "kuberay" and not (CLONE / given.config).is_file()
+    refuse_if(is_away, message, remedy="copy it there, or name it by its whole path on the volume")
     values = common(given, config, command) | {"nproc": nproc, "cpus": cpus}
-    values |= of_slurm(given) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus)
+    values |= of_slurm(given, config) if given.system == "slurm" else of_kuberay(given, config, nproc, cpus)
     template = shipped(f"launch/templates/{TEMPLATES[given.system]}").read_text(encoding="utf-8")
     return AtTemplate(template).substitute(values)
 
@@ -112,7 +121,6 @@ def common(given: argparse.Namespace, config: Config, command: str) -> dict[str,
         "nodes": given.nodes,
         "command": command.replace("\n", "\n# "),  # it stands in a comment
         "root": shlex.quote(str(clone("megasync render"))),
-        "run_folder": shlex.quote(str((CLONE / config.run.folder) if given.system == "kuberay" else config.run.folder)),
         "arguments": shlex.join([given.config, *given.overrides]),
         "grace_seconds": given.grace_seconds,
         "max_restarts": given.max_restarts if config.checkpoint.every_steps and config.checkpoint.resumes else 0,
@@ -137,12 +145,14 @@ def kubernetes_name(run_name: str) -> str:
     return f"{words[: MAX_CHARACTERS - len(digest) - 1].strip('-')}-{digest}"
 
 
-def of_slurm(given: argparse.Namespace) -> dict[str, object]:
+def of_slurm(given: argparse.Namespace, config: Config) -> dict[str, object]:
     gpus = [f"--gpus-per-node={given.gpus}"] if given.gpus else []
     return {
         "time": given.time,
         "port": given.port,
-        "more_lines": "\n".join(f"#SBATCH {option}" for option in [*gpus, *given.sbatch]),
+        "more_lines": "\n".join(f"#SBATCH {shlex.quote(option)}" for option in [*gpus, *given.sbatch]),
+        "here": shlex.quote(str(Path.cwd())),  # where the config, its data and modules are named from
+        "run_folder": shlex.quote(str(config.run.folder)),
     }
 
 
@@ -150,19 +160,19 @@ def of_kuberay(given: argparse.Namespace, config: Config, nproc: int, cpus: int)
     driver = ["python", "-m", "megasync.launch.driver", "--num-ranks", str(given.nodes * nproc)]
     driver += ["--trainer-nodes", str(given.nodes), *pool_options(pools(config))]
     driver += ["--", given.config, *given.overrides]
+    stop = f"touch {shlex.quote(str(CLONE / config.run.folder))}/stop; sleep {given.grace_seconds}"
     try:
         ray_version = version("ray")
     except PackageNotFoundError:
         pins = shipped("locks/gpu.txt").read_text(encoding="utf-8")
         ray_version = re.findall(r"^ray==(.*)$", pins, flags=re.MULTILINE)[0]
-    resources = {"cpu": f'"{cpus}"', "memory": given.memory} | ({"nvidia.com/gpu": f'"{given.gpus}"'} if given.gpus else {})
+    resources = {"cpu": str(cpus), "memory": given.memory} | ({"nvidia.com/gpu": str(given.gpus)} if given.gpus else {})
     return {
         "kubernetes_name": kubernetes_name(config.run.name),
-        "entrypoint": shlex.join(driver).replace("\\", "\\\\").replace('"', '\\"'),
+        "entrypoint": json.dumps(shlex.join(driver), ensure_ascii=False),  # a text of YAML, too
+        "stop": json.dumps(stop, ensure_ascii=False),
         "ray_version": ray_version,
-        "image": given.image,
-        "claim": given.claim,
-        "mount": given.mount,
-        "worker_resources": ", ".join(f"{name}: {amount}" for name, amount in resources.items()),
-        "shm": given.shm,
+        "root": json.dumps(str(clone("megasync render")), ensure_ascii=False),
+        **{name: json.dumps(getattr(given, name), ensure_ascii=False) for name in ("image", "claim", "mount", "shm")},
+        "worker_resources": ", ".join(f"{name}: {json.dumps(amount)}" for name, amount in resources.items()),
     }

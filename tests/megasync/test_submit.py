@@ -31,6 +31,7 @@ from megasync.launch.ray_cluster import local_cluster
 from megasync.launch.stop_request import launched
 from megasync.submit import absolute_paths, check, job, main, parse
 from tests.support.config_files import write_runnable
+from tests.support.gpus import pretend_gpus
 from tests.support.processes import name_of
 
 
@@ -78,9 +79,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus(config: str, tmp_path: Path) -> None:
+def test_local_cluster_runs_the_program_on_every_rank_and_replicas_on_their_gpus(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray is started with GPUs that do not exist: it assigns them all the same."""
-    gpus = {"CUDA_VISIBLE_DEVICES": "4,6", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
+    pretend_gpus(monkeypatch, tmp_path, 8)
+    gpus = {"CUDA_VISIBLE_DEVICES": "4,6", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}', "PATH": os.environ["PATH"]}
     overrides = ["run.name=devices", "rollout.placement=colocated", "rollout.replicas=2"]
     done = submit(config, *overrides, "--num-ranks", "2", *PROGRAM, environment=ENVIRONMENT | gpus, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

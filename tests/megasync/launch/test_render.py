@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megasync.config.load import load_config
 from megasync.launch.cluster_room import Demand, Pool, placement_problem
 from megasync.launch.render import main
 
@@ -85,6 +87,23 @@ def test_slurm_file_parses(config: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert ["#SBATCH", "--job-name=a-b"] in options and all(len(words) == 2 for words in options)
 
 
+def test_a_slurm_job_works_in_the_folder_where_it_was_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There are the config, its data and modules; blanks stay in their option of sbatch."""
+    (tmp_path / "a b").mkdir()
+    monkeypatch.chdir(tmp_path / "a b")
+    Path("mine.yaml").write_text("run: {name: mine}")
+    assert main(["slurm", "mine.yaml", "--nodes", "2", "--gpus", "2", "--sbatch=--comment=two words"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    words = [shlex.split(line.removesuffix("\\")) for line in lines if line.startswith(("#SBATCH", "cd", "srun"))]
+    assert ["#SBATCH", "--comment=two words"] in words and ["cd", str(tmp_path / "a b")] in words
+    assert words[-1][3:] == [str(ROOT / "launch" / "torchrun_nodes.sh"), "mine.yaml"]
+    with pytest.raises(SystemExit):
+        main(["kuberay", "mine.yaml", "--nodes", "2", "--gpus", "2", "--image", "image", "--claim", "shared"])
+    assert str(ROOT) in capsys.readouterr().err
+
+
 def test_a_job_that_would_start_over_each_time_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     command = [CONFIGS[0], "--nodes", "2", "--gpus", "8", "checkpoint.resume=never"]
     with pytest.raises(SystemExit) as refused:
@@ -103,9 +122,16 @@ def test_a_port_that_is_none_is_refused(port: str, capsys: pytest.CaptureFixture
     assert refused.value.code == 2 and f"--port {port}: 1 to 65535" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["-p gpu", "--partition gpu", "--partition=gpu\n#SBATCH --exclusive", "gpu", ""])
+def test_an_option_of_sbatch_is_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["slurm", CONFIGS[0], "--nodes", "2", "--gpus", "8", f"--sbatch={option}"])
+    assert refused.value.code == 2 and f"--sbatch {option!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_rayjob_file_is_by_the_schema(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--nodes", "2", "--gpus", "8", "--image", "registry/image:1", "--claim", "shared"]
+    flags = ["--nodes", "2", "--gpus", "8", "--image", "registry/image:1", "--claim", "it's: #1", 'run.name=a "b"']
     assert main(["kuberay", config, *flags, 'data.system_prompt="say \\"yes\\""', "data.chat_template=true"]) == 0
     job = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(job, SCHEMA)
@@ -113,6 +139,10 @@ def test_rayjob_file_is_by_the_schema(config: str, capsys: pytest.CaptureFixture
     assert job["spec"]["entrypoint"].startswith(driver)
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     (worker,) = group["template"]["spec"]["containers"]
+    assert worker["workingDir"] == str(ROOT)
+    assert group["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "it's: #1"
+    stop = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert shlex.split(stop.partition(";")[0]) == ["touch", str(ROOT / load_config(config).run.dir / 'a "b"' / "stop")]
     assert group["replicas"] == 2 and worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
 
 
