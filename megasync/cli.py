@@ -145,11 +145,16 @@ def entry() -> NoReturn:
     if sys.getfilesystemencoding() == "ascii":  # as by LC_ALL=C with PYTHONUTF8=0: names that are not ASCII could not be opened
         os.execve(sys.executable, sys.orig_argv, {"PYTHONIOENCODING": "ascii"} | os.environ | {"PYTHONUTF8": "1"})  # noqa: S606
     repair_output()
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    if files := shadowing(Path.cwd(), OF_LANES):
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        print(explain("the working folder has been deleted", remedy="change to a folder that exists"), file=sys.stderr)
+        sys.exit(REFUSED)
+    if str(here) not in sys.path:
+        sys.path.insert(0, str(here))
+    if files := shadowing(here, OF_LANES):
         remedy = f"rename {files}: Python searches the working folder first and would import it instead of the library"
-        print(explain(f"{Path.cwd()} holds {files}", remedy=remedy), file=sys.stderr)
+        print(explain(f"{here} holds {files}", remedy=remedy), file=sys.stderr)
         sys.exit(REFUSED)
     if sys.argv[1:2] == ["train"]:  # may be a rank, with threads that can keep a process from ending
         run_and_leave(main)

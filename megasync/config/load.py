@@ -118,7 +118,8 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     if not path.is_file():
         others = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         near = nearest_name(path.name, others)
-        problem = "is a folder, a YAML file is expected" if path.is_dir() else "there is no such config file"
+        kind = "a folder" if path.is_dir() else "a pipe or a device" if path.exists() else ""
+        problem = f"is {kind}, a YAML file is expected" if kind else "there is no such config file"
         raise ConfigError(
             f"{path}: {problem}",
             nearest=str(path.parent / near) if near else "",

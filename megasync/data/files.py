@@ -62,7 +62,8 @@ def data_files(path: Path, split: str, split_key: str, note: Callable[[str], Non
         refuse_if(split, message, remedy=f"take {split_key} out, or name the folder")
         return [path]
     looked_in = str(Path(os.path.realpath(path)).parent)
-    refuse_if(not path.is_dir(), f"{path}: there is no such data file", looked_in=looked_in, remedy=FOLDER_REMEDY)
+    problem = "is a pipe or a device, a file is expected" if path.exists() else "there is no such data file"
+    refuse_if(not path.is_dir(), f"{path}: {problem}", looked_in=looked_in, remedy=FOLDER_REMEDY)
     if (path / "dataset_dict.json").is_file():
         chosen = _choose(path, _json_of(path / "dataset_dict.json").get("splits") or [], split, split_key)
         return _saved_files(path / chosen)

@@ -145,7 +145,9 @@ def ignore_signals() -> None:
 
 
 class _Output(io.FileIO):
-    """A stream that discards output once nobody reads it: a pipe's other end is closed, or the terminal is (EPIPE, EIO)."""
+    """A stream that discards output once nobody reads it: a pipe's other end is closed, or the terminal is (EPIPE, EIO); and what
+    a full disk has no room for, so that a run does not end by a line of its log.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -155,6 +157,8 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return len(data)
             if error.errno not in self._unread:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -136,6 +136,16 @@ def test_output_that_is_not_utf_8(tmp_path: Path, own: dict[str, str]) -> None:
     assert refused.returncode == 2 and b"there is no such config file" in refused.stderr and b"Traceback" not in refused.stderr
 
 
+def test_a_working_folder_that_was_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    program = 'rmdir "$2" && exec "$0" -c "from megasync.cli import entry; entry()" "$1"'
+    command = ["sh", "-c", program, sys.executable, "--version", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "remedy" in done.stderr
+
+
 @pytest.mark.parametrize("ends", ["head", "another pipe"])
 def test_a_reader_that_has_had_enough_gets_no_traceback(ends: str) -> None:
     """Of which nothing is said where it is this command's; a broken pipe to another process is an error like others."""

@@ -281,6 +281,8 @@ def test_missing_file_names_its_nearest(tmp_path: Path) -> None:
     assert str(tmp_path / "grpo_fsdp.yaml") in message
     assert "is a folder" in refused(tmp_path)
     assert "no such config file" in refused(tmp_path / "nowhere" / "a.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")  # as of `megasync train <(envsubst < a.yaml)`
+    assert "is a pipe" in refused(tmp_path / "pipe.yaml")
 
 
 def test_base_errors(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_a_rank_goes_on_where_nobody_reads_its_output_any_more() -> None:
     started.stdout.close()
     started.stdin.close()
     assert started.wait(300) == 7
+
+
+def test_a_rank_goes_on_where_the_disk_of_its_log_is_full() -> None:
+    """`megasync train CONFIG > train.log` on a full disk: lines of the log are lost, the run is not."""
+    program = "from megasync.launch.processes import run_and_leave\nrun_and_leave(lambda _: print('lost', flush=True) or 7)"
+    command = [sys.executable, "-c", program]
+    with Path("/dev/full").open("w") as full:
+        environment = os.environ | {"TORCHELASTIC_RUN_ID": "a rank's"}
+        done = subprocess.run(command, env=environment, stdout=full, stderr=full, check=False, timeout=300)
+    assert done.returncode == 7
 
 
 def test_a_rank_may_start_without_any_output() -> None:
