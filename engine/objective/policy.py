@@ -1,7 +1,8 @@
 """The policy's loss of each token: what a loss function gets and returns, and those that have a name.
 
 A function of your own has the same signature as these (docs/your_own.md). The engine multiplies its result by the importance
-weights and the aggregation's, and adds the terms of KL, entropy and routers (loss.py). Leaves out the advantages (advantages.py).
+weights and the aggregation's, and adds the terms of KL, entropy and routers (loss.py). Leaves out advantages
+(advantages.py), and losses that a service's clients name (token_losses.py).
 
     token_losses, metrics = cispo(tokens)
 """

@@ -98,7 +98,7 @@ class RunConfig(Section):
     """With `megasync submit`: number of nodes that the trainer's ranks are spread over evenly (Ray's STRICT_SPREAD); 0: as few
     nodes as have room (PACK)."""
     log_samples: NonNegativeInt = 2
-    """Number of responses that samples.jsonl keeps of each step and of each evaluation set, with prompt, reward and answer."""
+    """Number of prompts of each step, and of each evaluation set, whose first response samples.jsonl keeps, with its reward."""
 
     @property
     def folder(self) -> Path:

@@ -145,7 +145,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             if number == len(raw_lines):
                 break  # without a line feed: truncated
             remedy = f"remove line {number}"
-            raise ValueError(explain(f"{path}:{number}: not a line of metrics: {error!r}", remedy=remedy)) from error
+            raise ValueError(explain(f"{path}:{number}: not a line of {path.stem}: {error!r}", remedy=remedy)) from error
     return lines
 
 

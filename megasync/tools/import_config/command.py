@@ -166,7 +166,7 @@ def left_lines(carried: Carried) -> list[str]:
 def report(carried: Carried, path: Path | None) -> str:
     """The text for the terminal: `left_lines`, and the errors of loading the written config."""
     lines = [
-        f"{len(carried.keys)} keys{f' in {path}' if path else ''}; {len(carried.left)} were not carried over",
+        f"{len(carried.keys)} keys{f' in {path}' if path else ''}; {len(carried.left)} not carried over",
         *left_lines(carried),
     ]
     if path is not None:

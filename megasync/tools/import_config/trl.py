@@ -77,6 +77,8 @@ def rewards(_: Any, given: Given) -> dict[str, Any]:
     weights = given.get("reward_weights") or [1.0] * len(names)
     if any("/" in str(name) for name in names):
         raise NotCarriedError("a reward is a function, no model: package.module:function, which may ask one itself")
+    if len(weights) != len(names):
+        raise NotCarriedError(f"there are {len(names)} reward_funcs for {len(weights)} reward_weights")
     found = {
         "math_verify" if name in MATH else ":".join(str(name).rpartition(".")[::2]).lstrip(":"): weight
         for name, weight in zip(names, weights, strict=True)

@@ -118,6 +118,7 @@ def _has(found: Carried, value: object) -> bool:
         ("trl", {"warmup_ratio": 0.1}, "once run.steps is known"), ("trl", {"optim": "lion_8bit"}, "AdamW"),
         ("trl", {"use_peft": True, "lora_target_modules": ["q_proj"]}, "q_proj"),
         ("trl", {"reward_funcs": "org/reward-model"}, "no model"),
+        ("trl", {"reward_funcs": "lib.right", "reward_weights": [1.0, 0.1]}, "1 reward_funcs"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_named_with_the_reason(project: str, given: dict[str, Any], reason: str) -> None:
