@@ -70,7 +70,7 @@ def write_model(folder: Path, source: Path) -> Path:
 
 
 def overrides(given: argparse.Namespace, config: Config, model: Path, table: Path) -> list[str]:
-    """What the config says, in verl's words."""
+    """The config's settings under verl's names."""
     batch, rollout, engine, algorithm = config.data.batch_size, config.rollout, config.engine, config.algorithm
     optimizer, actor, vllm = engine.optimizer, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     words = f"""

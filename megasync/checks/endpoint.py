@@ -70,8 +70,10 @@ def _difference(texts: Sequence[str], own: Sequence[list[int]], found: Sequence[
 
 
 async def _ask(url: str, texts: Sequence[str], ids: list[int], top_k: int) -> tuple[list[list[int]], int, str]:
-    """The server's ids of each text, its max_model_len or 0, and why it gives no log-probs of the last of `ids`, if it does not.
-    Those of the others are needed.
+    """The server's ids of each text, its max_model_len or 0, and why it refuses to score the last of `ids`, or nothing.
+
+    Raises:
+        ServedError: the server does not answer, or cannot score the other `ids`.
     """
     endpoint = Endpoint(EndpointSettings(KEY, (url,), patience_seconds=PATIENCE_SECONDS))
     try:

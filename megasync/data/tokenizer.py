@@ -70,7 +70,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 def named_ends(folder: Path) -> list[tuple[int, str]]:
     """The eos_token_id of generation_config.json or, where there is no such file, of config.json, whose text_config may have it:
-    each id, and where it stands. As transformers and vLLM choose.
+    each id, and where it stands. transformers and vLLM choose so.
 
     Raises:
         ConfigError: values that are not ids.
@@ -96,7 +96,7 @@ def stop_token_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> 
     found = [] if tokenizer_eos is None else [(tokenizer_eos, f"model.path = {folder}: the tokenizer's eos_token")]
     found += named_ends(folder)
     if not found:
-        message = f"model.path = {folder}: tokenizer, generation_config.json or config.json name no end-of-sequence token"
+        message = f"model.path = {folder}: no end-of-sequence token in its tokenizer, generation_config.json or config.json"
         raise ConfigError(message, remedy="give tokenizer_config.json an eos_token")
     unknown = [(one, where) for one, where in found if not 0 <= one < vocab_size]
     problems = [f"{where} is the token {one}, and the model has embeddings for 0 to {vocab_size - 1}" for one, where in unknown]

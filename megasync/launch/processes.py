@@ -145,8 +145,8 @@ def ignore_signals() -> None:
 
 
 class _Output(io.FileIO):
-    """A stream that discards output once nobody reads it: a pipe's other end is closed, or the terminal is (EPIPE, EIO); and what
-    a full disk has no room for, so that a run does not end by a line of its log.
+    """A stream that discards output once nobody reads it: a pipe's other end is closed, or the terminal is (EPIPE, EIO). On
+    a full disk it discards what has no room, so that a line of the log does not end the run.
     """
 
     def __init__(self, number: int) -> None:

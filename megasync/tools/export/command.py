@@ -73,7 +73,10 @@ def _export(run: Path, source: Path, target: Path, *, adapter: bool, merge: bool
     with _whole_or_not(target, source) as partial:
         for path in sorted(source.rglob("*")):
             copy = partial / path.relative_to(source)
-            copy.mkdir() if path.is_dir() else shutil.copyfile(path, copy)
+            if path.is_dir():
+                copy.mkdir()
+            else:
+                shutil.copyfile(path, copy)
 
 
 def merge_base(run: Path, adapter: Path, target: Path) -> None:
