@@ -12,13 +12,13 @@ from megasync.config.schema import Config
 Method = Literal["floor", "stream", "unverified", "packed", "mbridge packed", "per_tensor", "disk", "lora merged", "lora adapter"]
 METHODS: tuple[Method, ...] = get_args(Method)  # sync/methods.py describes them
 NEED_GPUS = ("packed", "mbridge packed")
-CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # those that `all` stands for there
+CPU_METHODS = ("stream", "per_tensor", "disk", "lora merged", "lora adapter")  # what `all` means on CPUs
 GPU_METHODS = tuple(name for name in METHODS if name not in ("per_tensor", "disk"))
 ShapeName = Literal["100m", "135m", "3b", "7b", "30b-a3b", "30b-a3b-6", "tiny", "tiny-moe"]  # of megasync/models/model_shape.py
 
 
 class BenchConfig(Section):
-    """What `python -m bench sync` and `rollout` measure."""
+    """Settings of `python -m bench sync` and `rollout`."""
 
     num_ranks: PositiveInt = 2
     """Trainer ranks."""
@@ -27,7 +27,7 @@ class BenchConfig(Section):
     methods: Annotated[tuple[Literal["all", Method], ...], *OneOrMore] = ("all",)
     """sync: how weights are brought over; stream is always among them, and what this machine or config does not allow never."""
     update: Literal["step", "negate"] = "step"
-    """What changes the weights before each sync: an optimizer step, or all signs (quick, for ddp)."""
+    """How the weights change before each sync: by an optimizer step, or by a change of all signs (quick, for ddp)."""
     shapes: ShapeName | None = "100m"
     """Where model.path is empty: random weights of these shapes, on GPUs without files of them."""
     lora_rank: NonNegativeInt = 32
@@ -64,7 +64,7 @@ Names = Annotated[tuple[str, ...], *OneOrMore]
 
 
 class EquivalenceBenchConfig(Section):
-    """What `python -m bench equivalence` compares with one rank, with transformers and with vLLM."""
+    """Layouts and families that `python -m bench equivalence` compares with one rank, with transformers and with vLLM."""
 
     families: Names = ("all",)
     """Values of `model_type` in config.json; all: every one that the engine trains."""

@@ -1,4 +1,4 @@
-"""What runs came to, from their folders, ours or TRL's (peers/trl_grpo.py): bench/run_figures.py RUN_FOLDER ... [--json FILE].
+"""Figures of runs, ours or TRL's (peers/trl_grpo.py), from their folders: bench/run_figures.py RUN_FOLDER ... [--json FILE].
 
 Prints seconds, speed, rewards, gaps and memory over the steps, and the timeline's seconds a step by name. Evaluations and
 checkpoints are in no seconds; the first two steps, in which kernels are compiled, are left out where there are more.

@@ -54,7 +54,7 @@ class GenerationRequest(Sampling):
     num_top: int = 0
 
     def of_sample(self, sample: int) -> GenerationRequest:
-        """As this one of its samples is asked for."""
+        """The request for one of its samples: greedy where that sample is."""
         if not self.first_is_greedy:
             return self
         return replace(self, first_is_greedy=False, temperature=0.0 if sample == 0 else self.temperature)
@@ -187,7 +187,7 @@ def joined_support(parts: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> npt.ND
 
 
 def part_of_support(support: npt.NDArray[np.int32], num_tokens: int, part: slice) -> npt.NDArray[np.int32]:
-    """That of the tokens `part`, given that of `num_tokens`."""
+    """The support of the tokens `part`, cut from the support of `num_tokens` tokens."""
     if not support.size:
         return NO_SUPPORT
     counts, ends = support[:num_tokens], np.cumsum([0, *support[:num_tokens]])

@@ -46,7 +46,7 @@ class AdapterSpec:
 
 
 class RefusedError(ValueError):
-    """What a caller asked for cannot be done; nothing has changed. The same on every rank."""
+    """A request cannot be fulfilled; nothing has changed. Raised on every rank alike."""
 
 
 class _SwappedOut:

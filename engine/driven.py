@@ -93,7 +93,7 @@ class Driven:
     """Takes over an engine."""
 
     def __init__(self, engine: Engine, num_resident: int = 1) -> None:
-        """As Adapters."""
+        """The arguments of Adapters."""
         self.adapters = Adapters(engine, num_resident)
         self.engine, self.layout = engine, engine.layout
         self._read = logits.LogProbs(1.0, engine.use_fused, is_exact=engine.mbridge.is_exact)

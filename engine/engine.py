@@ -291,7 +291,7 @@ class Engine:
         return {**sums, "grad_norm": norm, "learning_rate": rate, "skipped": float(skipped), "loss_scale": scale}
 
     def zero_gradients(self) -> None:
-        """Those of the wrap and of the optimizer."""
+        """Zero the gradients of the wrap and of the optimizer."""
         chunk: Any
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

@@ -33,7 +33,7 @@ ADAPTER = "teacher"  # the name of its adapter among those kept
 
 @dataclass(frozen=True)
 class TeacherChoice:
-    """What an engine learns from. In the trainer a folder, an adapter, or with neither the start model."""
+    """The teacher of an engine. In the trainer: a folder, an adapter, or with neither the start model."""
 
     objective: TeacherObjective
     is_in_trainer: bool = False
@@ -56,7 +56,7 @@ class Teacher:
         self.product: head.Product = head.plain
 
     def divergence(self, temperature: float) -> Divergence | None:
-        """What reads it from the policy's logits; None where the sampled tokens' log-probs are all."""
+        """Computes the divergence from the policy's logits; None where log-probs of the sampled tokens are enough."""
         if self.objective.objective == "sampled":
             return None
         logits = self._logits if self.objective.objective == "full" else None

@@ -197,7 +197,7 @@ def _record_rotated(recorder: _Recorder, core: Any, name: str, factor: float, st
 
 
 def _record_exactly_rotated(recorder: _Recorder, core: Any, name: str, stack: ExitStack) -> None:
-    """As that attention turns them in its forward pass; nothing is put in their place."""
+    """Record queries and keys as the attention's own forward pass rotates them; none is replaced."""
 
     def before(_module: Any, inputs: Any, options: Any) -> None:
         for called, tensor in zip("qk", inputs, strict=False):

@@ -109,7 +109,7 @@ def check_min_nodes(config: Config, given: argparse.Namespace, num_ranks: int) -
 
 
 def check_nodes(config: Config, given: argparse.Namespace) -> None:
-    """What one node does and several do not."""
+    """Refuse settings that work on one node and not on several."""
     several, rollout, keeps = given.num_nodes > 1, config.rollout, config.checkpoint
     has_rollouts = config.algorithm.name == "grpo"
     message = "rollout.placement = colocated: replicas share the GPUs of one node with its ranks"

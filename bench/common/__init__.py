@@ -1,4 +1,4 @@
-"""What several benches share.
+"""Code that several benches share.
 
 model.py          model folders: config.json, and random weights or sparse files
 random_engine.py  engines without weights on the disk

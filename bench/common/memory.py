@@ -26,7 +26,7 @@ def status_bytes(pid: int) -> dict[str, int]:
 
 
 def mapped_bytes(pid: int, path: str) -> int:
-    """What a process has resident of a mapped file, which may have been unlinked."""
+    """Resident bytes of a mapped file in a process; the file may have been unlinked."""
     return sum(mapping.rss for mapping in psutil.Process(pid).memory_maps() if mapping.path == path)
 
 
@@ -45,7 +45,7 @@ def give_back_free_memory() -> None:
 
 
 def device_bytes(*, begin: bool) -> int:
-    """What torch has allocated on this process's GPU, which from now on its peak is taken of; or that peak."""
+    """`begin`: reset torch's peak on this process's GPU and return the allocated bytes; else return the peak in bytes."""
     import torch
 
     if not begin:

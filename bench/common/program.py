@@ -26,7 +26,7 @@ class Program(ABC):
         self.is_first = os.environ.get("RANK", "0") == "0"
 
     def start(self) -> None:  # noqa: B027 # many start with nothing
-        """What takes part in the measuring, before `run`."""
+        """Start what `run` measures with: ranks, replicas."""
 
     @abstractmethod
     def run(self) -> Measured:

@@ -1,4 +1,4 @@
-"""What every bench on trainer ranks has: the layout, vLLM replicas, a comparison of weights, LoRA, and rounds of syncs.
+"""Shared by every bench on trainer ranks: the layout, vLLM replicas, a comparison of weights, LoRA, and rounds of syncs.
 
 Leaves out the measurements (sync/, generation/, equivalence/read_back.py).
 """
@@ -103,7 +103,7 @@ class BenchRank(Program):
         return pool
 
     def publisher(self, source: WeightSource, pool: BenchPool | None) -> Publisher:
-        """As a training run's."""
+        """The publisher of a training run with this config."""
         publisher = build_publisher(source, pool, self.config)
         self.ends.callback(publisher.close)
         return publisher

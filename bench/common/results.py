@@ -1,4 +1,4 @@
-"""What every bench does with its figures: describes the machine, writes JSON, prints tables. No torch in here."""
+"""Results of every bench: describes the machine, writes JSON, prints tables. No torch in here."""
 
 from __future__ import annotations
 

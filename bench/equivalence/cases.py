@@ -103,7 +103,7 @@ def table(config: BenchRoot) -> list[Case]:
 
 
 def read_back_families(config: BenchRoot) -> tuple[str, ...]:
-    """Those of `bench_equivalence.vllm`."""
+    """The families of `bench_equivalence.vllm`."""
     names = config.bench_equivalence.vllm
     return () if names == ("none",) else _chosen("vllm", names, FAMILIES, "all", "none")
 

@@ -27,7 +27,7 @@ EXPORT_PROBLEMS = ("differing", "missing", "twice")
 
 
 def bound_of(name: str, family: str) -> float:
-    """What a difference of this name may be."""
+    """The largest difference of this name that is accepted."""
     if name in LOG_PROBS:
         return MAX_LOG_PROB_DIFFERENCE
     return MAX_STEP_DIFFERENCE_OF_EXPERTS if family in MOE_FAMILIES else MAX_STEP_DIFFERENCE
@@ -50,12 +50,12 @@ def differences(found: Results, reference: Results, transformers: tuple[list[flo
 
 
 def _largest(values: Iterable[float]) -> float:
-    """As max, but NaN stays."""
+    """The largest value; NaN if one is NaN, unlike max."""
     return float(np.max(list(values)))
 
 
 def problems(found: Results, worst: dict[str, float], family: str, micro_batches: int) -> list[str]:
-    """What is not right with a case, in words; `micro_batches`: that each step has to have on a rank."""
+    """The faults of a case, as text. `micro_batches`: the number that each rank must have run in each step."""
     bounds = {name: bound_of(name, family) for name in worst}
     wrong = [f"{name} {value:.1e}, above {bounds[name]:g}" for name, value in worst.items() if not value <= bounds[name]]
     for name in EXPORTS:

@@ -1,4 +1,4 @@
-"""What each rank of a case does: steps, log-probs before and after, the export before against the folder and after read back.
+"""The work of each rank of a case: steps, log-probs before and after, the export before against the folder and after read back.
 
 Groups are built for the case and left after it, so that one start of ranks runs many cases. Leaves out the bounds (judge.py).
 """
@@ -48,7 +48,7 @@ def measure(config: dict[str, Any], folder: str, micro_batches: int, timeout_sec
 
 
 def build_engine(parsed: Config) -> Engine:
-    """As a run builds it; the groups are there."""
+    """The engine of a run with this config; the process groups exist already."""
     length, seed = parsed.rollout.max_new_tokens, parsed.run.seed
     sampling = RolloutSampling(max_new_tokens=length)
     return Engine(parsed.model, parsed.engine, parsed.algorithm, num_steps=parsed.run.steps, sampling=sampling, seed=seed)

@@ -54,7 +54,7 @@ def run_jobs(jobs: Sequence[Job], num_ranks: int, place: Path) -> Iterator[dict[
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What each rank does: job after job, until one fails. A rank that waits for others longer than a case may take raises."""
+    """Run job after job on each rank, until one fails. A rank that waits for others longer than a case may take raises."""
     from bench.equivalence.measure import measure
 
     (path,) = arguments

@@ -28,7 +28,7 @@ Runner = Callable[[Sequence[Job], int, Path], Iterator[dict[str, Any]]]  # as ru
 
 
 class Bench:
-    """What is known so far; `keep` writes it."""
+    """The results so far; `keep` writes them."""
 
     def __init__(self, config: BenchRoot, json_path: Path | None) -> None:
         self.config, self.json_path, self.place = config, json_path, config.run.folder
@@ -51,7 +51,7 @@ class Bench:
         return of_cases.case_config(self.config, case, self.models[model.name], tokens)
 
     def accepted(self, cases: Sequence[Case]) -> list[Case]:
-        """Those that the config's check takes; the others are noted as unsupported."""
+        """The cases that the config check accepts; the others are recorded as unsupported."""
         taken = []
         for case in cases:
             try:
@@ -161,7 +161,7 @@ def run(config: BenchRoot, json_path: Path | None, document_path: Path | None) -
 
 
 def show(results: Results) -> None:
-    """What is wrong, or that nothing is."""
+    """Print the faults, or that there are none."""
     failed, cases = list(wrong(results)), results["cases"]
     rows = [[name, said(cases[name]) if name in cases else results["vllm"][name.split()[0]]["error"]] for name in failed]
     if rows:

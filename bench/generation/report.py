@@ -1,4 +1,4 @@
-"""What `bench rollout` measures: medians, ratios and their tables. No torch in here."""
+"""The report of `bench rollout`: medians, ratios and their tables. No torch in here."""
 
 from __future__ import annotations
 

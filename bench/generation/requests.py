@@ -1,4 +1,4 @@
-"""What both rollout benches ask for, and generators that take turns. Leaves out who generates (rollout.py)."""
+"""The requests of both rollout benches, and generators that take turns. Leaves out who generates (rollout.py)."""
 
 from __future__ import annotations
 

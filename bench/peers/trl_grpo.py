@@ -91,7 +91,7 @@ class Clock(TrainerCallback):
 
 
 def settings(given: argparse.Namespace, config: Config) -> GRPOConfig:
-    """What the config says, in TRL's words."""
+    """The config as TRL's settings."""
     rollout, optimizer, algorithm = config.rollout, config.engine.optimizer, config.algorithm
     samples = config.data.batch_size * rollout.group_size
     microbatch = min(given.microbatch, samples)

@@ -1,4 +1,4 @@
-"""What the bench compares our stream with on GPUs: the wire alone, and vLLM's own transfer over NCCL. On trainer rank 0.
+"""Transfers compared with our stream on GPUs: the wire alone, and vLLM's own transfer over NCCL. On trainer rank 0.
 
 floor   buckets of nothing in particular, broadcast one after another: what the wire takes
 packed  vLLM's NCCLWeightTransferEngine with packed tensors, from an iterator of Hugging Face tensors

@@ -1,4 +1,4 @@
-"""What the bench adds to a vLLM worker: other methods to load weights. Imported by vLLM's processes alone.
+"""Methods that the bench adds to a vLLM worker: other ways to load weights. Imported by vLLM's processes alone.
 
 Leaves out our own method (bridge/receive/) and who calls (replica.py).
 """
@@ -75,7 +75,7 @@ class BenchWorkerExtension(WorkerExtension):
         torch.cuda.synchronize()
 
     def bench_device_bytes(self, begin: bool) -> int:
-        """What it has allocated, from when on its peak counts, or with `begin` false that peak."""
+        """As memory.device_bytes, of the worker's GPU."""
         return device_bytes(begin=begin)
 
     def bench_pid(self) -> int:

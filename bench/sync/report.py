@@ -1,4 +1,4 @@
-"""What the rounds of `bench sync` come to: medians, ratios, peaks of memory and their tables. No torch in here."""
+"""The report of `bench sync`: medians, ratios, peaks of memory and their tables. No torch in here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step of a model costs by its config.json: parameters, and operations of attention. No torch in here.
+"""Cost of a training step from a model's config.json: parameters, and operations of attention. No torch in here.
 
 Leaves out the measurements (rank.py).
 

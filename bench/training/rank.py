@@ -126,7 +126,7 @@ def memory_and_ceiling(built: Engine, peaks: tuple[float, float], ceiling: float
 
 
 def state_bytes(built: Engine) -> dict[str, int]:
-    """What this rank holds between steps, by OFFLOAD_KINDS; a storage of two kinds counts as the first of them."""
+    """Bytes that this rank holds between steps, by OFFLOAD_KINDS; a storage of two kinds counts as the first of them."""
     seen: set[int] = set()
     sizes: dict[str, int] = {}
     for kind in OFFLOAD_KINDS:

@@ -1,4 +1,4 @@
-"""What a run of `bench train` comes to: a table of speed and one of memory. No torch in here."""
+"""The report of `bench train`: a table of speed and one of memory. No torch in here."""
 
 from __future__ import annotations
 

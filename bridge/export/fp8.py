@@ -47,7 +47,7 @@ class _Weight(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """As in fp8_kernel.make_table."""
+        """(rows, columns, first element, first scale), one row of fp8_kernel.make_table."""
         return self.spec.shape[0], self.spec.shape[1], self.start, self.first_scale
 
 

@@ -11,7 +11,7 @@ from bridge.export.source import WeightItem
 
 
 class Weight(NamedTuple):
-    """What mbridge converts at once: part `number` of `num_parts` equal ones of an item's rows.
+    """A unit that mbridge converts in one call: part `number` of `num_parts` equal parts of an item's rows.
 
     `expert_names`: empty, or of an expert the names of what each expert-parallel rank has in its place; `name` is the first.
     """

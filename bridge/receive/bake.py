@@ -141,7 +141,7 @@ class _Owners:
 
 
 def _record_sampled(specs: Sequence[TensorSpec], load: Loader, owners: _Owners) -> list[Recorded]:
-    """As `_record`, but loads only some of a layer's experts and computes the copies of the others, where that is possible."""
+    """Like `_record`, but loads only some of a layer's experts and computes the copies of the others, where that is possible."""
     found: dict[tuple[object, ...], dict[int, int]] = {}  # index by expert, of tensors that differ in the expert alone
     for index, spec in enumerate(specs):
         if match := EXPERT.fullmatch(spec.name):

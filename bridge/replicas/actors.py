@@ -50,7 +50,7 @@ class ReplicaActors(ActorLauncher):
 
     @classmethod
     def begin_start(cls, config: ReplicaConfig, num_replicas: int) -> Self:
-        """As `start`, without waiting: `finish_start` waits and raises errors. `close` ends it before.
+        """Like `start`, without waiting: `finish_start` waits and raises errors; `close` cancels the start.
 
         Raises:
             RuntimeError: others have the room of a node.

@@ -155,7 +155,7 @@ class Replica:
         await self._stop(Event.PAUSE, num_calls, number, slot)
 
     async def sleep(self, num_calls: int, number: int, *, keep_weights: bool) -> None:
-        """As pause, then give the devices' memory up until resume; weights that are not kept come with the next sync."""
+        """Pause, then free device memory until resume; weights that are not kept come with the next sync."""
         await self._stop(Event.SLEEP, num_calls, number, self._slot)
         if not keep_weights:
             self._versions.clear()

@@ -227,7 +227,7 @@ def decode(encoding: str, payload: torch.Tensor, former: torch.Tensor) -> torch.
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """As 2-byte words: elements of bfloat16, halves of float32, whose upper half changes less often."""
+    """A view as 2-byte words: elements of bfloat16, halves of float32, whose upper half changes less often."""
     return data.view(torch.int16) if data.numel() % 2 == 0 else data
 
 

@@ -62,7 +62,7 @@ class IpcWriter(ShmWriter):
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), pickle.dumps((path, num_bytes))
 
     def publish(self, num_bytes: int, *, verify: bool) -> None:
-        """As ShmWriter, but the bucket has to be complete on the device, and its digest is sent at the end of the pass."""
+        """Like ShmWriter, but the bucket has to be complete on the device, and its digest is sent at the end of the pass."""
         with _scope(self._device):
             data = self.buffers[self.sequence % NUM_BUFFERS][:num_bytes]
             _synchronize(self._device)
@@ -97,7 +97,7 @@ class IpcReader(ShmReader):
         self._buffers = [[_open(slot, device) for slot in segment.buffers] for segment in self._segments]
 
     def read(self, stage: int, sequence: int, num_bytes: int, deadline: float, *, verify: bool) -> torch.Tensor:
-        """As ShmReader, but damage shows in `finish`."""
+        """Like ShmReader, but `finish` detects damage."""
         data = super().read(stage, sequence, num_bytes, deadline, verify=False)
         if verify:
             self._unchecked.append(data)

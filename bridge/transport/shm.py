@@ -186,7 +186,7 @@ class ShmReader:
         return None
 
     def _wait(self, ready: Callable[[], bool], deadline: float, late: str) -> None:
-        """As `_wait`; raises TransportError too when another side aborts."""
+        """Like the function `_wait`; also raises TransportError when another side aborts."""
 
         def look() -> bool:
             for each in self._segments:

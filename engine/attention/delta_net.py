@@ -71,7 +71,7 @@ def attend(
     packed: PackedSequences, mixed: torch.Tensor, log_decay: torch.Tensor, strength: torch.Tensor, conv1d: torch.Tensor,
     sizes: Sequence[int], key_dim: int,
 ) -> torch.Tensor:  # fmt: skip
-    """What delta_net_kernels.attend computes, in plain torch."""
+    """delta_net_kernels.attend in plain torch."""
     groups, inverse = packed.length_groups
     pieces = []
     for index, valid in groups:
@@ -92,7 +92,7 @@ def of_sequences(
 
 
 def gated_norm(heads: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """What delta_net_kernels.gated_norm computes, in plain torch."""
+    """delta_net_kernels.gated_norm in plain torch."""
     normed = F.rms_norm(heads.float(), weight.shape, eps=epsilon).to(heads.dtype)
     gated: torch.Tensor = weight * normed * F.silu(gate.float())
     return gated.to(heads.dtype)
@@ -227,7 +227,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """As transformers does."""
+        """Initialise the weights as transformers does."""
         with tensor_parallel.get_cuda_rng_tracker().fork():
             self.conv1d.uniform_(-1, 1).mul_(self.conv1d.shape[-1] ** -0.5)
             self.A_log.uniform_(0.01, MOST_DECAY).log_()

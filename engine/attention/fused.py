@@ -136,7 +136,7 @@ def _dynamic_gradient(
 def logits_gradient(
     logits: torch.Tensor, labels: torch.Tensor, normalizer: torch.Tensor, gradient: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """That of logits [T, vocabulary], in their dtype, by that of their labels' log-probs.
+    """Gradient of the logits, [T, vocabulary] in their dtype, from `gradient`, that of their labels' log-probs.
 
     `normalizer`: float32 [T], the log-sum-exp of logits / temperature.
     """

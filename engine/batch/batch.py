@@ -172,8 +172,8 @@ class MicroBatch:
 
     @property
     def targets(self) -> tuple[torch.Tensor, ...]:
-        """What is read beside logits: the labels, int64 [1, T], and below them the support, if there is one; then of a teacher
-        its hidden states, or its most likely tokens.
+        """Tensors that the loss reads beside the logits: the labels, int64 [1, T], and below them the support, if there is one;
+        then a teacher's hidden states or most likely tokens.
         """
         labels = self.labels if self.support is None else torch.cat([self.labels, self.support])
         teacher = (self.teacher_hidden, self.teacher_top_ids, self.teacher_top_log_probs)

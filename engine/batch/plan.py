@@ -29,7 +29,7 @@ def split_evenly(num_items: int, num_parts: int) -> list[range]:
 
 
 def split_members(members: npt.NDArray[np.int64], num_parts: int) -> list[range]:
-    """As `split_evenly`, of samples, by their members (SampleTable.members), whose samples stay together."""
+    """Like `split_evenly`, for samples; samples of one member (SampleTable.members) stay together."""
     starts = np.flatnonzero(np.diff(members, prepend=-1)).tolist()
     ends = [*starts, len(members)]
     return [range(ends[part.start], ends[part.stop]) for part in split_evenly(len(starts), num_parts)]
@@ -50,7 +50,7 @@ def balance(lengths: Lengths, num_bins: int) -> Bins:
 def _balance(
     lengths: npt.NDArray[np.int64], costs: npt.NDArray[np.int64], num_bins: int, limit: int | None
 ) -> Bins | None:
-    """As `balance`, of `costs`; None where a bin of several items would be longer than `limit`, as soon as that is known."""
+    """Like `balance`, by `costs`; None as soon as a bin of several items is longer than `limit`."""
     heap = [(0, 0, number) for number in range(num_bins)]
     bins: Bins = [[] for _ in range(num_bins)]
     in_bins = [0] * num_bins

@@ -188,7 +188,7 @@ def _fused_rows(engine: Engine, name: str) -> list[int]:
 
 
 def _pieces(dims: list[Dim], parts: list[int], start: int, end: int) -> Iterator[Piece]:
-    """As `pieces`. `parts`: the rows of each part; a shard holds its share of every part."""
+    """Like `pieces`. `parts`: the rows of each part; a shard holds its share of every part."""
     rows = dims[0]
     if not parts or rows.local == rows.whole:
         yield from pieces(dims, start, end)

@@ -233,7 +233,7 @@ def check_finite(chunks: list[torch.nn.Module], path: str | Path) -> None:
 
 
 def _not_finite(chunks: list[torch.nn.Module], path: str | Path) -> str:
-    """What is wrong with the first such parameter; empty: nothing."""
+    """Describes the first parameter that is not finite; empty if all are."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if bool(torch.isfinite(parameter).all()):

@@ -218,7 +218,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 
 
 def checked_advantages(found: Any, number: int) -> Numbers:
-    """What an advantage function returned, float64 [number].
+    """The result of an advantage function, checked, as float64 [number].
 
     Raises:
         ValueError: it has another shape, or a number that is not finite.

@@ -81,7 +81,7 @@ def whole_divergence(
 def top_divergence(
     log_q: torch.Tensor, ids: torch.Tensor, log_p: torch.Tensor, objective: TeacherObjective, group: Any, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `whole_divergence`, over the tokens `ids` [n, k] with the teacher's `log_p` [n, k], and all others as one category.
+    """Like `whole_divergence`, over tokens `ids` [n, k] with the teacher's `log_p` [n, k] and the other tokens as one category.
 
     It is at most that of the whole vocabulary, and 0 where all k + 1 probabilities are equal. Those of `ids` that are not below
     the policy's `vocab_size`, of a teacher with more embeddings, are among the others.

@@ -157,7 +157,7 @@ def own_name(name: str) -> str:
 def loss_tokens(
     log_probs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig, entropy: torch.Tensor | None
 ) -> LossTokens:
-    """What the loss function gets of a micro-batch; a stand-in, which has no samples, is one sequence."""
+    """The loss function's view of a micro-batch; a stand-in, which has no samples, is one sequence."""
     return LossTokens(
         log_probs=log_probs,
         old_log_probs=log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs,

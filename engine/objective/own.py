@@ -28,7 +28,7 @@ TAKEN = ("kl", "policy", "total", "load_balancing", "sft")  # names of metrics b
 
 @dataclass(frozen=True)
 class OwnFunctions:
-    """What a config names beside its own keys. `part_weights`: of the rewards whose values samples have as `reward_parts`."""
+    """The user's functions that a config names. `part_weights`: weights of the rewards in the samples' `reward_parts`."""
 
     loss: LossFunction | None = None
     advantage: AdvantageFunction | None = None

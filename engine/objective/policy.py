@@ -109,7 +109,7 @@ def dppo_tv(tokens: LossTokens) -> LossResult:
 
 
 def dppo_kl(tokens: LossTokens) -> LossResult:
-    """As `dppo_tv`, by the binary approximation of KL(rollout || current) (DPPO, arXiv:2602.04879, eq. 14)."""
+    """Like `dppo_tv`, by the binary approximation of KL(rollout || current) (DPPO, arXiv:2602.04879, eq. 14)."""
     current, sampled = tokens.log_probs.detach().double(), tokens.rollout_log_probs.double()
     p, q = sampled.exp(), current.exp()
     others = torch.log(((1 - p).clamp(min=1e-8)) / (1 - q).clamp(min=1e-8))

@@ -67,7 +67,7 @@ def _stage_mesh(dp_cp_group: Any, tp_group: Any, ep_size: int = 1) -> Any:
 
 
 def _skip_shard_comparison() -> None:
-    """As it starts megatron-fsdp 0.6.1 has the ranks compare their shards of each parameter and gather where these begin, by
+    """When it starts, megatron-fsdp 0.6.1 lets the ranks compare their shards of each parameter and gather where these begin, by
     collectives of Python objects, one after another (param_and_grad_buffer.py:3250).
 
     The second is for torch's DCP, which nobody uses here. In the first torch 2.13 compares shards under tensor parallelism with

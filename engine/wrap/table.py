@@ -45,11 +45,11 @@ class DdpChunk:
         return (parameter.data for parameter in self.module.parameters())
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """As `parameters`. megatron-core's DDP names its list of buffers like torch's method Module.buffers."""
+        """Tensors whose storages hold the gradients. `buffers`: a list of megatron-core's DDP, not torch's Module.buffers."""
         return (buffer.grad_data for buffer in (*self.module.buffers, *self.module.expert_parallel_buffers))
 
     def main_weights(self) -> Iterator[torch.Tensor]:
-        """The parameters outside of the optimizer; as `parameters`."""
+        """Tensors whose storages hold main weights outside of the optimizer."""
         return iter(())
 
     def sync_parameters(self) -> None:
@@ -58,7 +58,7 @@ class DdpChunk:
             self.module.start_param_sync(force_sync=True)
 
     def trained(self) -> Iterator[torch.Tensor]:
-        """What this rank has of the parameters that are trained."""
+        """This rank's shards of the trained parameters."""
         return (parameter.data for parameter in self.module.parameters() if parameter.requires_grad)
 
     def set_trained(self, parameter: Any, value: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class FsdpChunk:
         self.unsharders: dict[bool, Unsharder] = {}  # by whether they leave frozen parameters out
 
     def units(self, *, only_trained: bool) -> Iterator[NamedTensors]:
-        """As DdpChunk's, each gathered until the next one is requested."""
+        """Like DdpChunk.units; a unit stays gathered until the next one is requested."""
         if only_trained not in self.unsharders:
             self.unsharders[only_trained] = Unsharder(self.module, only_trained=only_trained)
         return iter(self.unsharders[only_trained])
@@ -201,7 +201,7 @@ class FrozenModel:
                     fsdp.all_gather_pipeline.release_bucket(bucket, False)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """As WrappedModel's."""
+        """Like WrappedModel.parameters."""
         if self._shards:
             return itertools.chain.from_iterable(shard.parameters() for shard in self._shards)
         return (parameter.data for chunk in self.modules for parameter in chunk.parameters())
@@ -236,7 +236,7 @@ class WrappedModel:
             chunk.sync_parameters()
 
     def trained(self) -> Iterator[torch.Tensor]:
-        """What this rank has of the parameters that are trained."""
+        """This rank's shards of the trained parameters."""
         return itertools.chain.from_iterable(chunk.trained() for chunk in self._chunks)
 
     def set_trained(self, chunk: int, parameter: Any, value: torch.Tensor) -> None:

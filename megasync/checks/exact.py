@@ -1,4 +1,4 @@
-"""What `model.exact` and `run.deterministic` exclude: keys by their only values, models by family and features. No torch in here.
+"""Settings excluded by `model.exact` and `run.deterministic`: keys by their only values, models by family and features. No torch.
 
 Leaves out what depends on the machine's kernels (exact/machine.py).
 """

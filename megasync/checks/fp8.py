@@ -1,4 +1,4 @@
-"""What `rollout.dtype: fp8` excludes: keys, families, sizes, and machines on which vLLM cannot compute so. No torch in here."""
+"""Settings excluded by `rollout.dtype: fp8`: keys, families, sizes, and machines without vLLM's FP8 kernels. No torch in here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rewards give to the answers of the data themselves, as responses, before anything starts. No torch in here.
+"""Scores the data's own answers as responses by the rewards, before anything starts. No torch in here.
 
 A reward that does not give its best to a reference answer trains a wrong model, and no metric of the run shows it: it reads the
 answer wrongly, or the data hold it in a form that no response has. Answers go through the tokenizer and back, as responses do.

@@ -1,4 +1,4 @@
-"""What `--check` shows of the data: rendered prompts, what ends a response, and what the rewards give to the data's own answers.
+"""The preview of `--check`: rendered prompts, the tokens that end a response, and the rewards of the data's own answers.
 
     print(preview(config, data))
 

@@ -1,4 +1,4 @@
-"""What `rollout.speculation` excludes: keys, families, and draft models of another vocabulary. No torch in here."""
+"""Settings excluded by `rollout.speculation`: keys, families, and draft models of another vocabulary. No torch in here."""
 
 from __future__ import annotations
 

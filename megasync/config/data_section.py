@@ -91,11 +91,11 @@ class EvalSet(DataFile):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE), AfterValidator(_eval_temperature)] = 0.0
     """Sampling temperature; 0: greedy, with one sample per prompt."""
     top_p: Share = 1.0
-    """As rollout.top_p."""
+    """Like rollout.top_p."""
     top_k: NonNegativeInt = 0
-    """As rollout.top_k."""
+    """Like rollout.top_k."""
     min_p: MinP = 0.0
-    """As rollout.min_p."""
+    """Like rollout.min_p."""
     max_new_tokens: PositiveInt | None = None
     """Maximum number of generated tokens per sample; null: rollout.max_new_tokens."""
     pass_reward: PositiveFloat = 1.0

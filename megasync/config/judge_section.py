@@ -121,7 +121,7 @@ class JudgeConfig(ReplicaKeys):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What the reward of a response depends on."""
+        """The settings that determine the reward of a response."""
         return (*self.asked, self.prompt, self.system, self.score, self.scale, self.on_unparsed)
 
 

@@ -134,7 +134,7 @@ def nearest_key(keys: Iterable[str], unknown: str) -> tuple[str, str]:
 
 
 def _without_section(siblings: Mapping[str, str], section: str, name: str) -> tuple[str, str]:
-    """As `nearest_key`, for a name that repeats its section's, as checkpoint.checkpoint_every_steps does."""
+    """Like `nearest_key`, for a name that repeats its section's, such as checkpoint.checkpoint_every_steps."""
     rest = "_".join(part for part in name.split("_") if part != section)
     if not rest or rest == name:
         return "", ""

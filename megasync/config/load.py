@@ -180,7 +180,7 @@ def _read_override(override: str, root: type[Config]) -> tuple[list[str], Any]:
 
 @cache
 def _empty_values(root: type[Config]) -> Mapping[str, Any]:
-    """What null means, by the full names of keys that take an empty list or a mapping of names."""
+    """The value that null stands for, by the full names of keys that take an empty list or a mapping of names."""
     empty = dict[str, Any]()
     for key, field in all_keys(root).items():
         default = field.get_default(call_default_factory=True)

@@ -198,7 +198,7 @@ def _value(place: str, row: Row, key: str, config_key: str) -> Any:
 
 
 def _field(row: Row, key: str) -> Any:
-    """As `_value`; None if the key is missing."""
+    """Like `_value`, but None if the key is missing."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -88,7 +88,7 @@ class Difficulty:
             yield index
 
     def _wake(self, source: Sequence[int]) -> None:
-        """Where all of a source rest, let those come back that have rested longest."""
+        """If all prompts of a source rest, let the ones that have rested longest return."""
         steps = [self.until.get(index, 0) for index in source]
         if min(steps) > self.step:
             for index, step in zip(source, steps, strict=True):

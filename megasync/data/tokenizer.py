@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> tuple[Any, list[str]]:
 
 
 def vocabulary_difference(folder: Path, other: Path, *, shared_only: bool = False) -> str:
-    """Where two folders' tokenizers give a token another number, as text; empty where they are the same. `shared_only`: tokens
+    """Describes the first token to which two folders' tokenizers give different ids; empty if none. `shared_only`: tokens
     that one of them does not have may differ.
     """
     own, theirs = (_vocabulary(each) for each in (folder, other))

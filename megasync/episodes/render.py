@@ -81,7 +81,7 @@ class FamilyRenderer:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
     ) -> Prompt:
-        """As TemplateRenderer's."""
+        """Like the method of TemplateRenderer."""
         self.template.format_of_calls(tools)
         named = _with_names(messages)
         if former is not None:
@@ -108,11 +108,11 @@ class FamilyRenderer:
     def begin(
         self, messages: Sequence[Message], tools: Sequence[Tool], answers: Mapping[int, Answer], former: int | None = None
     ) -> tuple[Prompt, list[int]]:
-        """As TemplateRenderer's, and by it: the package begins no turn of the assistant's."""
+        """By TemplateRenderer: the package cannot begin a turn of the assistant."""
         return self.template.begin(messages, tools, answers)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Renderer:
-        """As TemplateRenderer's."""
+        """Like the method of TemplateRenderer."""
         return renderer_of(self.tokens, self.model_type, self.template.with_arguments(arguments).arguments)
 
     def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Sequence[Tool]) -> Parsed:

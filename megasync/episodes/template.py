@@ -204,7 +204,7 @@ class TemplateRenderer:
         return self._encode_behind(closing, after, answer.token_ids[-1], known)
 
     def _encode_behind(self, closing: str, text: str, last: int, known: Mapping[str, Sequence[int]]) -> list[int]:
-        """As the text is tokenised where it stands: some tokenizers write the first word of a text in another way."""
+        """Token ids of `text` behind `closing`: some tokenizers encode the first word of a text differently."""
         ids = self.tokens.encode(closing + text, known)
         return ids[1:] if ids[:1] == [last] else self.tokens.encode(text, known)
 

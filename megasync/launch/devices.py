@@ -69,7 +69,7 @@ def replica_devices(visible: Sequence[str], num_replicas: int, tensor_parallel: 
 
 
 def devices_for_ray(visible: Sequence[str], num_local_ranks: int, *, is_colocated: bool) -> tuple[str, ...] | None:
-    """What a Ray that a trainer rank starts may give to replicas: the GPUs behind those of the trainer ranks, where the replicas
-    have their own; None: all that there are.
+    """GPUs that a Ray started by a trainer rank may give to replicas: those after the trainer ranks' GPUs, where the replicas
+    have their own; None: all.
     """
     return None if is_colocated or not visible else tuple(visible[num_local_ranks:])

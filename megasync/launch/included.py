@@ -1,4 +1,4 @@
-"""What `megasync submit --include` names: packages and modules of the user's that travel with a job. No torch in here.
+"""Packages and modules of the user that `megasync submit --include` sends with a job. No torch in here.
 
 Ray puts them on the import path of every process of the job. Leaves out the job (megasync/submit.py).
 """
@@ -55,7 +55,7 @@ def import_roots(modules: Sequence[Path]) -> list[str]:
 
 
 def refuse_excluded(modules: Sequence[Path], excludes: Sequence[str]) -> None:
-    """What Ray leaves out of the repository it leaves out of packages too, by the same names."""
+    """Refuse packages with entries that Ray would leave out, because the repository excludes the same names."""
     for package in filter(Path.is_dir, modules):
         if left_out := sorted(entry.name for entry in package.iterdir() if f"/{entry.name}" in excludes):
             message = f"--include {package}: {left_out[0]} in it would not travel, since a folder of this repository has its name"

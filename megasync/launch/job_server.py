@@ -128,7 +128,7 @@ def stop(client: Any, job_id: str) -> None:
 
 
 def stop_if_there(client: Any, job_id: str) -> None:
-    """As `stop`. The server may never have had the job; or has it in a moment, since it was on the way."""
+    """Like `stop`, for a job that the server may never have received, or may receive in a moment."""
     print(f"stopping {job_id}", file=sys.stderr)
     for _ in range(2):
         try:

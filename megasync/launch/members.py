@@ -43,7 +43,7 @@ def first_members(present: Collection[Node], num_nodes: int) -> list[Node] | Non
 
 
 def roll_call(present: Collection[Node], num_nodes: int, expected: Collection[str]) -> str:
-    """Who is here and who is not, by host name as far as it is known. `expected`: host names, or ()."""
+    """The nodes that are present and those that are missing, by host name where it is known. `expected`: host names, or ()."""
     here = ", ".join(node.name for node in in_order(present)) or "none"
     count = min(len(present), num_nodes)
     return f"{count} of {num_nodes} nodes are here: {here}; not here: {absent(present, num_nodes, expected)}"

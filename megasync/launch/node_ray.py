@@ -41,7 +41,7 @@ class NodeRay:
             self._process = node_of_run(self._node.address, gpus, self._place["address"])
 
     def start(self) -> None:
-        """As `begin`, and waits until it runs; the head's address is known. RuntimeError: it does not run."""
+        """Like `begin`, and wait until it runs; the head's address must be known. RuntimeError: it does not run."""
         self.begin()
         assert self._process is not None
         assert self._place is not None

@@ -133,7 +133,7 @@ class Model:
 
 
 class Rule(NamedTuple):
-    """When a field is refused, and why."""
+    """A condition on a field under which a model is refused, and the reason."""
 
     field: str
     is_wrong: Callable[[Model], object]

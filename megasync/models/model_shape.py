@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What parallel sizes must divide; the field names are those of config.json."""
+    """Sizes that parallel sizes must divide; the field names are those of config.json."""
 
     model_type: str
     num_hidden_layers: int
@@ -49,7 +49,7 @@ class ModelShape:
         return ("moe_intermediate_size", *(("intermediate_size",) if self.first_k_dense_replace else ()))
 
     def cached_numbers(self, num_workers: int) -> int:
-        """That a worker of vLLM keeps of a token in a layer."""
+        """Numbers that a vLLM worker caches of a token in a layer."""
         if self.kv_lora_rank:
             return self.kv_lora_rank + self.qk_rope_head_dim
         size = self.head_dim or self.hidden_size // self.num_attention_heads

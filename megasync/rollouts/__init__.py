@@ -1,4 +1,4 @@
-"""What generates a batch, on rank 0: from prompts to rewarded samples.
+"""Generation of batches on rank 0: from prompts to rewarded samples.
 
 Components, each with one purpose. Only Rollouts is known to the trainer, and only RolloutStream changes groups:
 

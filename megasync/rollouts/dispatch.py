@@ -229,5 +229,5 @@ class Dispatcher:
 
 
 def _error_text(error: Exception) -> str:
-    """What an actor raised, without Ray's traceback."""
+    """The text of an actor's error, without Ray's traceback."""
     return str(getattr(error, "cause", None) or error) or type(error).__name__

@@ -158,7 +158,7 @@ class Group:
 
     @property
     def trained_members(self) -> list[int]:
-        """Those that were not dropped, without a greedy one."""
+        """Members that were not dropped, without the greedy one."""
         pairs = list(enumerate(self.completions))[self.num_greedy :]
         return [index for index, done in pairs if not (isinstance(done, EpisodeResult) and done.is_dropped)]
 

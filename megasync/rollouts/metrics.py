@@ -95,7 +95,7 @@ class UniformRewardMonitor:
 
 
 def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
-    """What `algorithm.truncated = penalise` adds to the reward of a response of so many tokens, -1 to 0; {} without it."""
+    """The summand, -1 to 0, that `algorithm.truncated = penalise` adds to the reward of a response of `num_tokens`; else {}."""
     if config.algorithm.truncated != "penalise":
         return {}
     return {"penalty": overlong_penalty(num_tokens, config.rollout.max_sampled_tokens, config.algorithm.overlong_buffer)}

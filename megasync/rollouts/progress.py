@@ -93,7 +93,7 @@ def _of_order(order: PromptOrder | None) -> dict[str, Any]:
 
 
 def packed(groups: Sequence[SavedGroup], *, with_experts: bool = True) -> dict[str, Any]:
-    """As arrays by name; texts are bytes of JSON. `with_experts`: also the experts of each token."""
+    """The groups as arrays by name; texts are bytes of JSON. `with_experts`: also the experts of each token."""
     pairs = [(place, sample) for place, group in enumerate(groups) for sample in group.samples]
     done = [piece for _, sample in pairs for piece in _pieces(sample.completion)]
     experts = [completion.routed_experts if with_experts else NO_EXPERTS for completion in done]
@@ -170,7 +170,7 @@ def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[Episod
 
 
 def load_progress(folder: Path) -> Progress | None:
-    """What `save_progress` wrote; no code is read from the file.
+    """Load the file of `save_progress`; it holds no code.
 
     Raises:
         ConfigError: it is cut off, or another version wrote it.
@@ -199,7 +199,7 @@ def order_of(fields: Sequence[Any]) -> PromptOrder:
 
 
 def unpacked(data: dict[str, Any]) -> tuple[SavedGroup, ...]:
-    """What `packed` made arrays of."""
+    """The groups from the arrays of `packed`."""
     spans = list(pairwise([0, *np.cumsum(data["lengths"]).tolist()]))
     samples: list[list[SavedSample]] = [[] for _ in data["groups"]]
     experts, supports = _experts(data), [NO_SUPPORT] * len(spans)

@@ -56,7 +56,7 @@ class Records:
     """Of a run, on rank 0. Files are made in a thread; an error of it is raised by the next call."""
 
     def __init__(self, run_folder: Path, first_step: int) -> None:
-        """Those of steps after `first_step` are of a process that went further than its last checkpoint, and are removed."""
+        """Records of steps after `first_step`, which a process left that had passed its last checkpoint, are removed."""
         self.folder = run_folder / EPISODES
         for step, path in paths_of(run_folder).items():
             if step > first_step:
@@ -92,7 +92,7 @@ def paths_of(run_folder: Path) -> dict[int, Path]:
 
 
 def load_record(path: Path) -> StepRecord:
-    """What `Records` wrote; no code is read from the file.
+    """Load a file of `Records`; it holds no code.
 
     Raises:
         ConfigError: it is cut off, of another version, or something else.

@@ -241,7 +241,7 @@ def rounded(log_probs: npt.NDArray[np.float32]) -> list[float | None]:
 
 
 def rows_of_first_members(groups: npt.NDArray[np.int64], members: npt.NDArray[np.int64], number: int) -> list[list[int]]:
-    """Where in a batch the samples of the first member of each of the first `number` groups are; a dropped episode has none.
+    """Rows of a batch with the first member's samples, for each of the first `number` groups; a dropped episode has none.
 
     `groups`, `members`: of each sample, in order.
     """

@@ -163,7 +163,7 @@ def choose_batch(
 
 
 def choose_first(done: AbstractSet[int], owed: AbstractSet[int], batch_size: int, *, may_grow: bool = True) -> list[int] | None:
-    """As `choose_batch` where more groups have begun than a batch has, and those that are left are aborted.
+    """Like `choose_batch`, where more groups have begun than a batch has; the groups left over are aborted.
 
     `owed`: groups that were aborted once. The batch waits for them, as many as it has room for, so that none is aborted for ever.
     """

@@ -242,7 +242,7 @@ class RolloutStream:
         await self.dispatcher.abort(rest)
 
     async def _wait_for(self, look: Callable[[], Result | None]) -> Result | None:
-        """What `look` finds once it is not None; None once there are fewer than `min_replicas` replicas."""
+        """Wait until `look` returns something, and return it; None once there are fewer than `min_replicas` replicas."""
         while (found := look()) is None:
             if self._failure is not None:
                 raise self._failure

@@ -200,5 +200,5 @@ def forget(run_folder: Path) -> None:
 
 
 def unmark(run_folder: Path) -> None:
-    """Where a run resumes from a checkpoint: the steps after it are trained again, on other samples."""
+    """Remove the marker when a run resumes from a checkpoint: the steps after it are trained again, on other samples."""
     (run_folder / MARKER).unlink(missing_ok=True)

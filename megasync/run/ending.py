@@ -54,7 +54,7 @@ def finish(session: Session) -> str:
 
 
 def _stop(session: Session, done: int) -> str:
-    """Where the run was asked to: only a checkpoint, as there may be little time."""
+    """End on request: write only a checkpoint, as there may be little time."""
     if session.checkpoints.is_unsaved(done):
         session.write_checkpoint(done, waits=True)
     if session.layout.rank != 0:

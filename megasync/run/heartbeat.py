@@ -42,7 +42,7 @@ LEFT = "left"  # the phase of a rank that has ended
 
 
 class LastSeen:
-    """When each rank's count last changed, by the watcher's own clock. Ranks that were never seen are not silent."""
+    """The time at which each rank's count last changed, by the watcher's own clock. Ranks that were never seen are not silent."""
 
     def __init__(self, ranks: Iterable[int], limit_seconds: float, now: float) -> None:
         self.limit_seconds, self._looked = limit_seconds, now
@@ -212,7 +212,7 @@ def store_prefix() -> str:
 
 
 def store_address() -> tuple[str, int]:
-    """Where torch.distributed finds it."""
+    """Host and port of torch.distributed's store, from the environment."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 

@@ -71,7 +71,7 @@ class DeviceSharing:
             self.trainer_has_devices = True
 
     def end_replicas(self) -> None:
-        """Where they share the trainer's devices, which are the trainer's from then on."""
+        """End replicas that share the trainer's devices, and reload the trainer's state."""
         if self.is_shared:
             self.pool.call(lambda pool: pool.close())
             if not self.trainer_has_devices:

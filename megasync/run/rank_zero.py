@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks: its result, or its failure, reaches every rank; and the tokens of a batch on their way there.
+"""Work of rank 0 for all ranks, whose result or failure reaches every rank; and the scatter of a batch's tokens.
 
 Tokens go to the ranks that train on them as flat buffers, without pickle. Sizes and rewards of all samples are on every
 rank already (SampleTable), so that both sides know what a buffer holds. Rank 0 sends each data-parallel rank's share to the first
@@ -83,7 +83,7 @@ class RankZero(Generic[Part]):
         self.here: Part | None = on_rank_zero(make, lambda _: None)  # rank 0's
 
     def call(self, work: Callable[[Part], Result], for_others: Callable[[Result], Result] = lambda result: result) -> Result:
-        """As on_rank_zero, with the part."""
+        """Like on_rank_zero; `work` gets the part."""
         found: Result = on_rank_zero(lambda: work(of_rank_zero(self.here)), for_others)
         return found
 
@@ -137,7 +137,7 @@ def with_tokens(table: SampleTable, indices: Sequence[int], buffer: torch.Tensor
 
 
 def teacher_arrays(table: SampleTable) -> list[str]:
-    """Those of TEACHER_ARRAYS that the table's samples have."""
+    """The names in TEACHER_ARRAYS that the table's samples have."""
     return list(TEACHER_ARRAYS)[: 0 if table.teacher_top_k is None else 3 if table.teacher_top_k else 1]
 
 
@@ -159,7 +159,7 @@ def array_sizes(table: SampleTable, indices: Sequence[int]) -> list[tuple[int, .
 
 
 def _arrays(sample: Sample, table: SampleTable) -> Iterator[npt.NDArray[np.int32]]:
-    """As `array_sizes` counts them. Routed experts that are not known are 0, one expert for all, which no router chooses."""
+    """A sample's arrays, as in `array_sizes`. Unknown routed experts are 0, one expert for all, which no router chooses."""
     for name in TOKEN_ARRAYS:
         yield getattr(sample, name).view(np.int32)
     for name in teacher_arrays(table):

@@ -81,7 +81,7 @@ def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Conf
 
 
 def as_served(source: WeightSource, config: Config) -> WeightSource:
-    """What replicas get of a source of whole weights."""
+    """The source that replicas receive, quantised by `rollout.dtype`."""
     return QuantisedSource(source) if config.rollout.dtype == "fp8" else source
 
 

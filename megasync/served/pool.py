@@ -91,7 +91,7 @@ class ServedPool:
     # ------------------------------------------------------------------------------------------------ requests
 
     async def _ask(self, method: str, size: int, *given: Any) -> Any:
-        """What a replica answers; another one, or the same once it has started again, where it is lost. `size`: in tokens."""
+        """Ask a replica; if it is lost, ask another one, or the same after its restart. `size`: in tokens."""
         self.counts[CALLS] += 1
         for attempt in range(MAX_LOSSES):
             self.counts[RETRIES] += attempt > 0

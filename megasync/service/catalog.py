@@ -1,4 +1,4 @@
-"""What clients ask about models and saved weights: answered from the adapters in memory and the folders on the disk.
+"""Answers to clients' questions about models and saved weights, from the adapters in memory and the folders on the disk.
 
 Folders appear and go whole (worker.py), so that nothing here waits for a request. Leaves out routes (http.py).
 """

@@ -225,7 +225,7 @@ def serve_rank(given: argparse.Namespace) -> int:
 
 
 def _begin_replicas(config: Config, rank: int, ends: ExitStack) -> Any:
-    """What gives rank 0's replicas once they have started; they end with `ends`."""
+    """Begin the start of rank 0's replicas; returns a function that waits for them. They end with `ends`."""
     if rank:
         return lambda: None
     from megasync.run.replica_start import ReplicaStart
@@ -281,7 +281,7 @@ def train(worker: Worker, front: RankZero[Front], requests: Sequence[Request]) -
 
 
 def result_of(done: Any) -> Result:
-    """What a client gets, of what the worker returned or refused."""
+    """A client's result, from the value or the refusal of the worker."""
     from engine.driven import Passed
     from megasync.service.requests import Result, as_json, error
     from megasync.service.wire import forward_backward_output

@@ -100,7 +100,7 @@ class Desk:
         return request.result is not None
 
     def result(self, name: str) -> tuple[Form, int, Iterable[bytes]]:
-        """What `wait` has waited for: its form, its bytes, and these piece by piece out of the log."""
+        """The result that `wait` has waited for: its form, its number of bytes, and its pieces from the log."""
         result = self._requests[name].result
         assert result is not None
         if isinstance(result, Result):

@@ -139,7 +139,7 @@ class Server:
     # ------------------------------------------------------------------------------------------------ requests and futures
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        """What cannot be done is a future that has failed: the client goes on with its next request."""
+        """Accept a request; one that cannot be done becomes a failed future, and the client continues with its next request."""
         kind = request.path.rpartition("/")[2]
         if request.headers.get("Content-Encoding", "identity") != "identity":
             return problem(415, f"Content-Encoding = {request.headers['Content-Encoding']}: bodies are not compressed here")
@@ -159,7 +159,7 @@ class Server:
         return web.json_response(answer)
 
     async def _accept(self, kind: str, body: bytes, request: web.Request | None = None) -> Request:
-        """As Desk.submit, on the disk when it returns. `request`: where it may have a key of idempotency."""
+        """Like Desk.submit, and on the disk when it returns. `request`: read for its idempotency key."""
         key = "" if request is None else request.headers.get("x-idempotency-key", "")
         accepted = self._desk.submit(kind, body, key)
         await self._loop.run_in_executor(None, self._desk.sync, accepted)

@@ -93,7 +93,7 @@ class Trainer:
         return self.worker.folder_of(path_of(MODEL, "weights", name), "weights")
 
     def load(self, name: str, *, with_optimizer: bool = True) -> None:
-        """What `save` wrote."""
+        """Load the weights that `save` wrote."""
         self._num_changes += 1
         self.worker.load_weights(MODEL, path_of(MODEL, "weights", name), with_optimizer=with_optimizer, is_new=False)
 

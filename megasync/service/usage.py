@@ -1,4 +1,4 @@
-"""Who uses the service: tokens, passes and steps of each session, as a page, and a line of metrics.jsonl a step of a client.
+"""Usage of the service: tokens, passes and steps of each session, as a page, and a line of metrics.jsonl a step of a client.
 
 Counts are those since this server was started, requests of the log that it repeats included. Leaves out what a request means.
 
@@ -67,7 +67,7 @@ class Usage:
         }
 
     def report(self) -> dict[str, Any]:
-        """As JSON can hold it. Slots are those of the replicas, by version."""
+        """The usage as values of JSON. Slots are those of the replicas, by version."""
         waiting, in_flight = self._desk.queue.num_open()
         with self._lock:
             names = sorted({*self._sessions, *waiting, *in_flight})

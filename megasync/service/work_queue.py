@@ -22,8 +22,8 @@ PASSES_WITHOUT_WAITING = 20  # after one that waited for nobody
 
 
 class Work(NamedTuple):
-    """What the main thread does next: a training request or passes that are done together, samples of versions that the replicas
-    have, or a sync of another one.
+    """Work of the main thread: a training request, passes that are done together, samples of versions that the replicas have, or
+    a sync of another version.
 
     `slot`: of the version that the sync replaces.
     """

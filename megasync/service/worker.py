@@ -104,7 +104,7 @@ class Worker:
     def save_weights_for_sampler(
         self, model: str, name: str, sampler: str | None = None, *, overwrite: bool = True, seq: int = 0
     ) -> dict[str, Any]:
-        """As `save_weights`. Replicas that have weights of this name do not see that they are overwritten."""
+        """Like `save_weights`. Replicas that have weights of this name do not notice that they are overwritten."""
 
         def write(partial: Path) -> None:
             save_tensors(self.adapters.factors(model), partial / self.adapters.file)
@@ -224,7 +224,7 @@ class Worker:
         return int(found)
 
     def folder_of(self, path: str, kind: str = "") -> Path:
-        """Where weights of this path are, or would be; `kind`: the one that is wanted."""
+        """The folder of the weights of this path, whether or not it exists. `kind`: the kind that is wanted."""
         return self._saved(*saved_in(path, kind))
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class Job:
 
     @property
     def due(self) -> float:
-        """When it will be late, by time.monotonic()."""
+        """The deadline, by time.monotonic()."""
         return self.since + self.left_seconds
 
     def stop_clock(self) -> None:

@@ -150,7 +150,7 @@ class RemoteWorker:
         self._is_sending = False
 
     def running_job(self) -> tuple[float, int]:
-        """As Worker's, at most COLLECT_SECONDS old, by this node's clock."""
+        """Like Worker.running_job, at most COLLECT_SECONDS old, by this node's clock."""
         return self._running
 
     def _lose_by(self, error: Exception) -> None:
@@ -169,14 +169,14 @@ class RemoteWorker:
         threading.Thread(target=self._ray.kill, args=(self._actor,), daemon=True).start()  # blocks where the node does not answer
 
     def kill_with_stack(self) -> None:
-        """As Worker's."""
+        """Like the method of Worker."""
         if self._is_started:
             self._killing.append(self._actor.kill.remote(with_stack=True))
         else:
             self.loop.call_soon(self._lose, "it did not start")
 
     def kill(self) -> None:
-        """As Worker's."""
+        """Like the method of Worker."""
         if not self._is_over and self._ray.is_initialized():
             self._killing.append(self._actor.kill.remote(with_stack=False))
 

@@ -86,7 +86,7 @@ class OfFolder:
     """Mixed in before a class for text: takes tensors of folders with vision layers, too."""
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> Any:
-        """As vLLM's: the names of its parameters that were loaded."""
+        """Like vLLM's; returns the names of the parameters that were loaded."""
         named = ((own_name_in_any(name), tensor) for name, tensor in weights)
         return super().load_weights((name, tensor) for name, tensor in named if name is not None)  # type: ignore[misc]
 

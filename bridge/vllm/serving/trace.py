@@ -148,7 +148,7 @@ class Tracing:
             self._keep("lm_head", logits[-1:])
 
     def _sample(self, logits: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the sampler's own, but with the given token."""
+        """Like the sampler's own method, but returns the given token."""
         sampled, values = self._plain_sample(logits, *rest, **options)
         token = self._tokens[min(self._next, len(self._tokens) - 1)]
         if values is not None and self._next >= self._num_prompt:

@@ -44,7 +44,7 @@ def letters_of(text: str) -> set[str]:
 
 
 def judge(gold: str, answer: str, *, has_bound_variable: bool = False) -> bool:
-    """What math-verify says of two formulas. `has_bound_variable`: one is a condition, the other a set without its variable."""
+    """Whether math-verify finds formulas equal. `has_bound_variable`: one is a condition, the other a set without a variable."""
     if set(CAPITAL.findall(gold)) != set(CAPITAL.findall(answer)):
         return False
     if any(len(text) > MAX_FORMULA or UNJUDGED.search(text) or has_words(_latex(text)) for text in (gold, answer)):

@@ -161,5 +161,5 @@ def _last_group(sentence: str) -> str:
 
 
 def _joined(strong: list[bool], place: int) -> int | None:
-    """Where the value begins whose last token is at `place`, or a word or two before it, as in "3 apples and 4"."""
+    """The first token of the value whose last token is at `place`, or a word or two before it, as in "3 apples and 4"."""
     return next((first for first in range(place, max(place - 3, -1), -1) if strong[first]), None)

@@ -37,7 +37,7 @@ class Number:
     decimals: int | None
 
     def latex(self) -> str:
-        """As math-verify reads it: with its decimals, which it rounds, if `may_be_rounded`, else as a fraction."""
+        """LaTeX for math-verify: with its decimals, which it rounds, if `may_be_rounded`, else as a fraction."""
         if self.may_be_rounded and self.decimals is not None:
             digits = str(abs(round(self.value * 10**self.decimals))).zfill(self.decimals + 1)
             return "-" * (self.value < 0) + f"{digits[: -self.decimals]}.{digits[-self.decimals :]}"

@@ -151,7 +151,7 @@ def _chinese(numeral: str) -> int:
 
 
 def after_thinking(text: str, *, in_thinking: bool = False) -> str | None:
-    """What follows the thinking, the whole text where there is none; None: the thinking does not end."""
+    """The text after the thinking, or the whole text if there is none; None if the thinking does not end."""
     end = None if in_thinking else 0
     for mark in THINKING.finditer(text):
         end = None if mark["open"] is not None else mark.end()
@@ -165,7 +165,7 @@ def opens_thinking(prompt: str) -> bool:
 
 
 def _last_tagged(text: str) -> tuple[str | None, bool]:
-    """What is in the last tags that closed, else what follows the last that opened, and whether it is cut off there."""
+    """The text in the last closed tags, else the text after the last open tag; and whether it is cut off there."""
     begin, found = None, None
     for mark in TAG.finditer(text):
         if mark["open"] is not None:
@@ -199,7 +199,7 @@ def _untagged(text: str) -> str:
 
 
 def _last_boxes(text: str | None) -> tuple[str | None, bool]:
-    r"""What the last \boxed holds, or the last few that are joined; whether there is any, be it cut off."""
+    r"""The content of the last \boxed, or of the last few that are joined; and whether there is any, even one that is cut off."""
     found: list[tuple[int, int, str]] = []
     opened: list[tuple[int, int] | None] = []  # where a box and its content begin; None: another brace
     text, is_there = text or "", False
@@ -245,7 +245,7 @@ def _unit_after(text: str, end: int) -> str:
 
 
 def _last_phrase(text: str) -> str:
-    """What follows the last "the answer is" or the like, or the last answer in JSON; empty: neither, or nothing follows."""
+    """The text after the last "the answer is" or the like, or the last answer in JSON; empty if there is none."""
     of_json = list(JSON_ANSWER.finditer(text))
     within_json = {place for mark in of_json for place in range(*mark.span())}
     phrases = [mark for mark in PHRASE.finditer(text) if mark.start() not in within_json]
@@ -267,7 +267,7 @@ def _last_phrase(text: str) -> str:
 
 
 def _json_value(text: str) -> str:
-    """What a value of JSON says; LaTeX whose backslashes were not doubled is taken as it stands."""
+    """The text of a JSON value; LaTeX whose backslashes were not doubled is returned unchanged."""
     if not text.startswith('"'):
         return text
     try:

@@ -189,7 +189,7 @@ def _without_brackets(text: str) -> str:
 
 
 def closing(text: str, begin: int) -> int:
-    """Where the bracket at `begin` is closed, by whichever kind: an interval may be [2,5); -1: nowhere."""
+    """The place where the bracket at `begin` is closed, by any kind of bracket, as in [2,5); -1: it is not closed."""
     depth = 0
     for place in range(begin, len(text)):
         if text[place] in OPENING:
@@ -202,7 +202,7 @@ def closing(text: str, begin: int) -> int:
 
 
 def key(text: str) -> str:
-    """What answers of equal text have in common: white space counts only between digits or words, and case not in words."""
+    """A key that answers of equal text share: white space counts only between digits or words, case only outside of words."""
     text = re.sub(r"(?<![\w])\s+|\s+(?![\w])|(?<=\d)\s+(?=[^\W\d_])|(?<=[A-Za-z])\s+(?=\d)", "", text)
     if not has_words(text):
         return re.sub(r"(?<=[A-Za-z])\s(?=[A-Za-z])", "", text)

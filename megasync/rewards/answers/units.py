@@ -68,7 +68,7 @@ def is_unit(word: str) -> bool:
 
 
 def split_unit(text: str) -> tuple[str, str, Fraction]:
-    """What stands before the unit, the unit by its name, and the factor of a word such as million.
+    """The text before the unit, the name of the unit, and the factor of a word such as million.
 
     A unit that is not known is "?" with its words, as in "42 apples": "?apple". Without a unit both text and "" are as they were.
     """

@@ -29,7 +29,7 @@ NAME = re.compile(
 
 
 def named(text: str) -> tuple[str, str]:
-    """What stands before the first "=" that is in no brackets, and what stands behind the last; without one "" and the text.
+    """The text before the first "=" outside of brackets, and the text after the last; ("", text) if there is none.
 
     Of 7 = 8 both are empty. A part's label, as (a), is a name, too.
     """

@@ -34,7 +34,7 @@ class ReplyCache:
             self._read_places(self._reader)
 
     def _read_places(self, reader: BinaryIO) -> None:
-        """Where each whole line begins; a broken one is passed over, and a new line begins behind it."""
+        """Read the offsets of whole lines; a broken line is skipped, and a new line begins after it."""
         begin, line = 0, b"\n"
         for line in reader:
             if key := _entry(line).get("key"):

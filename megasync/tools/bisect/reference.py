@@ -1,4 +1,4 @@
-"""What each module should give for its captured inputs: transformers' own module in float64, and the bound of rounding.
+"""The expected output of each module for its captured inputs: transformers' own module in float64, and the bound of rounding.
 
 So each module of each side is judged by itself, whatever came before it: one beyond its bound is wrong there and nowhere else.
 

@@ -33,7 +33,7 @@ def _names_no_interface(value: str, place: Place) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """When a variable's value does harm, and how."""
+    """A condition under which a variable's value does harm, and the harm."""
 
     name: str
     level: Level

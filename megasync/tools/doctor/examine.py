@@ -91,7 +91,7 @@ def or_ok(check: str, found: Iterable[Finding]) -> list[Finding]:
 
 
 def gpu_use(config: Config | None, num_ranks: int | None, num_visible: int) -> gpus.GpuUse:
-    """Where the replicas are in another Ray, its GPUs are unknown."""
+    """GPUs that the run uses; unknown where the replicas are in another Ray."""
     if config is None or config.rollout.ray_address != "local":
         return gpus.GpuUse(min(1, num_visible))
     replica_gpus = num_replica_gpus(config) + num_teacher_gpus(config)

@@ -21,7 +21,7 @@ CHECKPOINT = re.compile(r"step_(\d{8})")  # as engine/checkpoint/folder.py names
 
 
 def run_and_step(folder: Path) -> tuple[Path, int | None]:
-    """Those of a checkpoint's folder; of any other the folder itself and None."""
+    """The run's folder and the step of a checkpoint's folder; (folder, None) for any other."""
     match = CHECKPOINT.fullmatch(folder.name)
     return (folder.parents[1], int(match[1])) if match and folder.parent.name == CHECKPOINTS else (folder, None)
 

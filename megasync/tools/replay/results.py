@@ -28,7 +28,7 @@ class StepResult:
 
     @property
     def tokens(self) -> int:
-        """That were sampled."""
+        """The number of sampled tokens."""
         return sum(self.tokens_by_version.values()) + self.later_tokens
 
     @property
