@@ -1,4 +1,4 @@
-"""Sampled token ids as text: what rewards, stop texts, logs, episodes and evaluations see is made here.
+"""Sampled token ids as text, for rewards, stop texts, logs, episodes and evaluations alike.
 
 The text of a response is the text that its tokens add to the text before them. Nothing is stripped or cleaned up; special tokens
 are kept, and so is a space that belongs to the first token. The token that ended a response is no part of its text

@@ -1,4 +1,4 @@
-"""The YAML key `algorithm`, and a teacher's objective: what the loss is. No torch in here.
+"""The YAML key `algorithm`, and a teacher's objective: settings of the loss. No torch in here.
 
 Leaves out computing it (objective/), and what goes with what (megasync/checks/).
 """
@@ -48,7 +48,7 @@ class AlgorithmConfig(Section):
         "none", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ] = "none"  # fmt: skip
-    """Sets the keys below as a published algorithm has them (docs/how_a_step_works.md); those that are given beside it win."""
+    """Sets the keys below as a published algorithm has them (docs/how_a_step_works.md); keys that are given beside it win."""
     loss: Annotated[str, named_or_own(LOSSES)] = "clip"
     """Of each token: clip (PPO), cispo, sapo, gmpo, dppo_tv, dppo_kl, or your own package.module:function (docs/your_own.md)."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -94,8 +94,8 @@ class AlgorithmConfig(Section):
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """Mean over tokens, over each response's mean, or over responses' sums by max_new_tokens (Dr. GRPO, arXiv:2503.20783)."""
     advantage: Annotated[str, named_or_own(ADVANTAGES)] = "group"
-    """What rewards become: group (GRPO, RLOO), reinforce_plus_plus, reinforce_plus_plus_baseline, remax, pass_at_k, gdpo, or your
-    own package.module:function (docs/your_own.md)."""
+    """How rewards become advantages: group (GRPO, RLOO), reinforce_plus_plus, reinforce_plus_plus_baseline, remax, pass_at_k,
+    gdpo, or your own package.module:function (docs/your_own.md)."""
     credit: Literal["episode", "turn"] = "episode"
     """Rewards that make a sampled token's advantage: all of the episode, or turn: all but those of earlier turns; turn needs
     rollout.episode and advantage=group (docs/agents.md)."""
@@ -121,7 +121,7 @@ class AlgorithmConfig(Section):
     """How many times a batch is trained on, all of its mini-batches in turn (mu of GRPO, epochs of PPO); the old log-probs are
     of the weights before the first."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is not finite does: stop the run, or skip the optimizer step and count it."""
+    """On a loss or gradient that is not finite: stop the run, or skip the optimizer step and count it."""
     old_log_probs: Literal["auto", "separate"] = "auto"
     """auto: with one optimizer step a batch, taken from the training pass; separate: always from a pass of their own."""
 

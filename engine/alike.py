@@ -26,7 +26,7 @@ from engine.moe import router_bias
 from engine.runtime import parallel
 from engine.runtime.megatron import parallel_state as mpu
 
-CHUNK = {"cpu": 2**16, "cuda": 2**22}  # numbers at a time: what stays in a core's cache, or keeps a GPU busy
+CHUNK = {"cpu": 2**16, "cuda": 2**22}  # numbers at a time: they stay in a core's cache, or keep a GPU busy
 GAMMA, MIX = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # odd, as are their powers: SplitMix64's, in two's complement
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLE_BYTES = 4096

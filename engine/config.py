@@ -138,11 +138,11 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up."""
+    """The learning rate's course after the warm-up."""
     decay_steps: PositiveInt | None = None
     """Optimizer steps until the rate is at its minimum; null: all of the run."""
     loss_scale: Annotated[float, Field(ge=1)] = 65536.0
-    """model.dtype=float16: what the loss is multiplied by at the start, so that small gradients do not vanish. Halved, and the
+    """model.dtype=float16: the factor of the loss at the start, so that small gradients do not vanish. Halved, and the
     step skipped, where gradients overflow; doubled after 1000 steps without that."""
     offload: bool = False
     """State and main weights lie in host memory except in the optimizer step: room for activations, at a copy both ways."""

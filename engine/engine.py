@@ -89,7 +89,7 @@ class Engine:
             adapter_path: a folder with the adapter to resume from, in place of `lora.adapter_path`.
             seed: of new adapters.
             own: functions that replace those named by `algorithm`.
-            teacher: what the policy is distilled from.
+            teacher: the model that the policy is distilled from.
         """
         self.config, self.algorithm, self.own = engine, algorithm, own
         self.temperature = sampling.temperature if algorithm.name == "grpo" else 1.0

@@ -119,7 +119,7 @@ def set_advantages(minibatches: Sequence[MiniBatch], table: SampleTable) -> None
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts batches for this rank; what all batches of an engine have in common."""
+    """Cuts batches for this rank, with settings that all batches of an engine share."""
 
     config: EngineConfig
     algorithm: AlgorithmConfig

@@ -4,7 +4,7 @@ A token's bits are a function of its own sequence alone, in whatever batch, pack
 float32, elementwise operations and sums in a fixed order are so by their making, and products of matrices are computed in tiles
 of one shape. On Hopper GPUs, in bfloat16, they are the kernels of vLLM's batch-invariant mode and two of ours. That a row's place
 does not show is tried on each machine. Imports neither engine nor bridge, which plug the functions into megatron-core and vLLM;
-and of vLLM, on GPUs alone, the kernels. What their gradients are the engine says.
+and of vLLM, on GPUs alone, the kernels. The engine defines their gradients.
 
 linear.py        products with a weight, adapters merged into it
 pointwise.py     sums in a fixed order, RMSNorm, SwiGLU, log-probs

@@ -55,7 +55,7 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def problems(found: Results, worst: dict[str, float], family: str, micro_batches: int) -> list[str]:
-    """The faults of a case, as text. `micro_batches`: the number that each rank must have run in each step."""
+    """The faults of a case, as text. `micro_batches`: the number that each rank must run in each step."""
     bounds = {name: bound_of(name, family) for name in worst}
     wrong = [f"{name} {value:.1e}, above {bounds[name]:g}" for name, value in worst.items() if not value <= bounds[name]]
     for name in EXPORTS:

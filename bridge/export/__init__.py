@@ -1,6 +1,6 @@
 """megatron-core parameters become what a sync sends: tensors in Hugging Face's layout, or adapters in PEFT's.
 
-source.py         protocols: what the engine hands over, and what exporter.py and adapter.py give; whole tensors
+source.py         protocols: items of the engine, sources as exporter.py and adapter.py are; whole tensors
 exporter.py       parameters become Hugging Face tensors, in layer order
 weights.py        parameters taken apart into what is converted at once
 gather.py         plans of passes: shards gathered, adapters merged, into memory to copy out of

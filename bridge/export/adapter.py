@@ -1,4 +1,4 @@
-"""The adapters alone as a weight source: what `engine.lora.sync: adapter` sends, in PEFT's names.
+"""The adapters alone as a weight source, in PEFT's names, for `engine.lora.sync: adapter`.
 
 An A that several linears share, as those of a fused linear do, is sent once, with the first of them. B is sent multiplied by
 the adapter's scale, as an adapter whose alpha is its rank has it: vLLM computes with that product, so that what it

@@ -1,4 +1,4 @@
-"""Linears of layers in float8_e4m3fn with a scale for each output channel: what `rollout.dtype: fp8` sends.
+"""Linears of layers in float8_e4m3fn with a scale for each output channel, for `rollout.dtype: fp8`.
 
 A weight W [out, in] becomes Q float8_e4m3fn [out, in] and, right behind it, s float32 [out, 1]: the row's largest |W| divided by
 the largest number of the format. Q is W / s, rounded. Embeddings, norms, routers, biases and the head stay as they are. A row

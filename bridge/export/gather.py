@@ -83,7 +83,7 @@ class _Group(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """A plan attached to the memory of its weights: what a pass does, in this order."""
+    """A plan attached to the memory of its weights: the operations of a pass, in this order."""
 
     sources: list[torch.Tensor]  # copied to
     targets: list[torch.Tensor]

@@ -19,7 +19,7 @@ from bridge.layout.words import words
 
 MASK = 2**64 - 1
 CHUNK_WORDS = 4096  # 32 KiB: the multipliers, one a position, stay in a GPU core's cache
-TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: what copies.py copies and digests at a time
+TILE_WORDS = 2048  # 16 KiB, a divisor of CHUNK_WORDS: copies.py copies and digests so much at a time
 ROWS = 64  # chunks at a time on a CPU: 2 MiB and as much scratch stay in a core's cache, threads seldom wait for Python's lock
 CHUNK_FACTOR = GAMMA
 LENGTH_FACTOR = 0xD6E8FEB86659FD93  # odd
@@ -142,7 +142,7 @@ def digest_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_value(tensor: torch.Tensor) -> int:
-    """The digest after -0.0 became 0.0: what a read-back through a matrix product can still tell (vllm/weights/readback.py).
+    """The digest after -0.0 became 0.0, which a read-back through a matrix product cannot tell apart (vllm/weights/readback.py).
 
     Numbers of one byte are read as they are.
     """

@@ -87,7 +87,7 @@ class Generator:
         self._has_slots = has_slots
         self._ids = itertools.count()
         self._live: dict[str, RunningSample] = {}  # in the engine, by vLLM's id
-        self._held: set[str] = set()  # of these, those that a pause holds
+        self._held: set[str] = set()  # the part of these that a pause holds
         self._ended: list[Ended] = []  # for `collect`
         self._newest_collect = 0  # the highest number of a call of it that is known here
         self._again: list[Ended] = []  # ended by an update: they restart after it

@@ -65,7 +65,7 @@ class ReplicaPool(ReplicaActors):
         return actor.handle.hand_in.remote(list(groups), actor.num_collects)
 
     def collect(self, replica: int, seconds: float) -> Any:
-        """A Ray reference to Collected: what the replica has finished since the last call, after `seconds` at the latest.
+        """A Ray reference to Collected: samples that the replica has finished since the last call, after `seconds` at the latest.
 
         An older call that has no answer yet gets no samples any more, in whichever order the two reach the replica.
         """

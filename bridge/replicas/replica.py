@@ -1,4 +1,4 @@
-"""One vLLM replica: what runs inside its Ray actor, around an AsyncLLM.
+"""One vLLM replica: the code inside its Ray actor, around an AsyncLLM.
 
 Holds the replica's state in one place (`_state`, `version`) and the one lock that keeps generation and syncs apart.
 Leaves out who calls it (pool.py) and the workers' side of a sync (receiver.py).

@@ -1,7 +1,7 @@
 """Transports of buckets from a trainer rank to the vLLM workers.
 
 protocol.py  Writer and Reader, which all transports implement, and their errors
-open.py      opens them: what `auto` means, and which transport an endpoint belongs to
+open.py      opens them: the choice of `auto`, and which transport an endpoint belongs to
 shm.py       shared memory of one host: a
 segment.py   with words that tell what lies in it
 ipc.py       memory on a device that both sides share

@@ -127,7 +127,7 @@ class IpcReader(ShmReader):
 
 
 def _open(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sender's buffer, mapped here. `slot`: what the sender wrote into its segment; it is trusted, like all of it."""
+    """The sender's buffer, mapped here. `slot`: written by the sender into its segment, and trusted, like all of it."""
     raw = slot.numpy().tobytes()
     length = int.from_bytes(raw[:LENGTH_BYTES], "little")
     handle: Any = pickle.loads(raw[LENGTH_BYTES : LENGTH_BYTES + length])  # noqa: S301

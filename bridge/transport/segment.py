@@ -1,6 +1,6 @@
 """A segment of shared memory on one host: a file in /dev/shm without a name, a header page and two buffers for buckets.
 
-The header holds words that one side writes and others poll: what lies in which buffer, what each reader has read, and whether
+The header holds words that one side writes and others poll: the content of each buffer, the progress of each reader, and whether
 somebody gave up, and why. There are no messages, and no locks around the words: a sequence number is written last. The file is
 unlinked before it gets any memory: others map it through its creator's file descriptor, and its memory goes with the
 last process that has it mapped, however that ends. Leaves out who waits for what (shm.py, ipc.py).

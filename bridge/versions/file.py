@@ -1,4 +1,4 @@
-"""One stage's part of a version: what its tensors are now, or what changed, in a file that is whole or not there.
+"""One stage's part of a version: its tensors, or their changes, in a file that is whole or does not exist.
 
 The bytes of the tensors come first, then their description as JSON, then its length and digest and a mark: a truncated file
 has no mark. It grows under another name and gets its own when it is on the disk.

@@ -1,4 +1,4 @@
-"""Writes a stage's log, version after version: what changed, and every so often all of it.
+"""Writes a stage's log, version after version: changes, and from time to time all tensors.
 
     log = VersionWriter(folder, stage=0, num_stages=1, keeps_weights=True, full_every=20)
     written = log.write(12, whole_tensors(source))       # by the one rank of the stage that has them

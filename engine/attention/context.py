@@ -82,7 +82,7 @@ def num_chunks(parallel: ParallelConfig) -> int:
 
 
 def shard_microbatches(microbatches: list[MicroBatch], parallel: ParallelConfig) -> list[MicroBatch]:
-    """The micro-batches with this context rank's part of what the model reads; what the loss reads stays whole."""
+    """The micro-batches with this context rank's part of the model's inputs; the loss's inputs stay whole."""
     if parallel.context == 1:
         return microbatches
     group, uses_ulysses, parts = mpu.get_context_parallel_group(), parallel.context_attention == "ulysses", []

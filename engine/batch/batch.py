@@ -154,7 +154,7 @@ class MicroBatch:
     rollout_log_probs: torch.Tensor  # float32 [T], 0 where not known
     member_tokens: torch.Tensor  # float32 [samples, at least 1]: sampled tokens of all samples of each one's member
     routed_experts: torch.Tensor | None = None  # int16 [T, layers, experts of a token]; NO_EXPERT or all 0: not known
-    # int64 [most kept tokens, T]: those that the sampler kept where labels[t] was sampled, then NO_TOKEN; else the label alone
+    # int64 [most kept tokens, T]: tokens that the sampler kept where labels[t] was sampled, then NO_TOKEN; else the label alone
     support: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None  # float32 [T], where they are computed before the update
     policy_log_probs: torch.Tensor | None = None  # float32 [T]: the old log-probs that the update has used
@@ -164,7 +164,7 @@ class MicroBatch:
     # int64 and float32 [1, T, k], the teacher's most likely tokens after each one; shared among context ranks as `labels` are
     teacher_top_ids: torch.Tensor | None = None
     teacher_top_log_probs: torch.Tensor | None = None
-    teacher_hidden: torch.Tensor | None = None  # [1, T, size], what the teacher's output layer gets; shared likewise
+    teacher_hidden: torch.Tensor | None = None  # [1, T, size], inputs of the teacher's output layer; shared likewise
 
     @property
     def num_tokens(self) -> int:

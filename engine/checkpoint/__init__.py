@@ -12,7 +12,7 @@ bit; with another one all tensors are the same and random states are derived fro
 other adapters.
 
 saving.py     save: writes the files, then renames the folder
-folder.py     names of checkpoints, what an index says of the run that wrote it; restore
+folder.py     names of checkpoints, the index's facts on the run that wrote it; restore
 state.py      files of main weights and optimizer state: each rank writes its shards and reads the shards that it needs
 shards.py     which part of which tensor of the whole model each of a rank's optimizer parameters is, as boxes
 hf_folder.py  the folder that other programs load

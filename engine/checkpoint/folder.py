@@ -1,4 +1,4 @@
-"""Names of checkpoints and of their files, and what an index says of the run that wrote it; what a resumed run starts from.
+"""Names of checkpoints and of their files, the index's facts on the run that wrote it, and the start of a resumed run.
 
 `restore` puts the optimizer, the schedule and random states back, in the same layout or another.
 """

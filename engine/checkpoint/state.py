@@ -45,7 +45,7 @@ def _num_steps(shard: Shard) -> float | None:
 
 
 def plan(shards: list[Shard], rank: int) -> list[tuple[str, list[Shard]]]:
-    """(file name, what goes into it) of what this rank writes."""
+    """(file name, content) of each file that this rank writes."""
     files: list[tuple[str, list[Shard]]] = []
     room = 0
     for shard in (shard for shard in shards if shard.is_written and shard.pieces):

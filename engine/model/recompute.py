@@ -1,7 +1,7 @@
 """Selective recompute: which parts of a layer keep no activations and are computed again in the backward pass.
 
 megatron-core has them by `recompute_modules`; `mlp_act`, the activation between the two linears of an MLP or of the experts, is
-ours: what the second linear reads is given up after it and made again of what the first one gave.
+ours: the second linear's input is freed after it, and computed again from the first one's output.
 Source: megatron-core 0.16.1 tensor_parallel/random.py:CheckpointWithoutOutput. Leaves out full recompute of whole layers.
 """
 

@@ -30,7 +30,7 @@ def hide_padding(logits: torch.Tensor, mbridge: Any) -> torch.Tensor:
     Through `data`, which leaves the version as it is: torch makes a view of a newer version another grad_fn, without the hook
     by which Megatron-FSDP begins a backward pass (megatron-fsdp 0.6.1 megatron_fsdp.py:_root_pre_backward).
 
-    `logits`: [..., padded vocabulary / tensor size], this rank's shard; returned. `mbridge`: what has built the model.
+    `logits`: [..., padded vocabulary / tensor size], this rank's shard; returned. `mbridge`: the bridge that has built the model.
     """
     if mbridge.padded_vocab_size > mbridge.vocab_size:
         first = mbridge.mpu.tp_rank * logits.shape[-1]

@@ -175,7 +175,7 @@ def grouped_linear(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tenso
 
 
 class GroupedExperts(torch.nn.Module):
-    """SwiGLU experts in place of megatron-core's SequentialMLP. Those that get no token have gradients of zeros."""
+    """SwiGLU experts in place of megatron-core's SequentialMLP. Experts without tokens have gradients of zeros."""
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class GroupedExperts(torch.nn.Module):
                 config.output_layer_init_method(self.linear_fc2.weight)
 
     def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """`tokens`: [T, hidden], sorted by expert; `probs`: [T], what an expert's result is multiplied by."""
+        """`tokens`: [T, hidden], sorted by expert; `probs`: [T], the factors of the experts' results."""
         if not len(tokens):  # the products need a row, and other ranks wait for gradients: one that counts nowhere
             row, zero = tokens.new_zeros(1, tokens.shape[1]), probs.new_zeros(1)
             output, _ = self(torch.cat([tokens, row]), _one_row(tokens_per_expert), torch.cat([probs, zero]))

@@ -1,4 +1,4 @@
-"""Distillation: what a teacher's log-probs add to the loss. Pure functions of tensors.
+"""Distillation: the loss terms of a teacher's log-probs. Pure functions of tensors.
 
 With `objective` sampled the log-ratio of teacher to policy joins each token's advantage, as the policy gradient of the reverse KL
 (Thinking Machines 2025, "On-policy distillation"). With top_k and full a divergence of both distributions is computed at every

@@ -109,7 +109,7 @@ def grpo_loss(
 
     `importance_weights` multiply the policy's loss, no gradient through them. Without `old_log_probs` the current ones are the
     old ones: no optimizer step lies between. `entropy`: float32 [T]; with a gradient where `config.entropy_coefficient` is not 0.
-    Of the sums, `loss` is all of it and `policy` that of the function alone; those that it reports are `clipped`, `dual_clipped`
+    Of the sums, `loss` is all of it and `policy` that of the function alone; the function reports `clipped`, `dual_clipped`
     (of the named ones) and `loss/NAME`.
 
     Every exponent is clamped to +-20 and each token's KL to 10, as in verl (verl/trainer/ppo/core_algos.py,

@@ -1,4 +1,4 @@
-"""The policy's loss of each token: what a loss function gets and returns, and those that have a name.
+"""The policy's loss of each token: arguments and result of a loss function, and the loss functions with a name.
 
 A function of your own has the same signature as these (docs/your_own.md). The engine multiplies its result by the importance
 weights and the aggregation's, and adds the terms of KL, entropy and routers (loss.py). Leaves out advantages

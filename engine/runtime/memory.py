@@ -1,4 +1,4 @@
-"""This rank's memory: settings of torch's allocator, what malloc gives back, and how much is in use. Leaves out offloading
+"""This rank's memory: settings of torch's allocator, the return of malloc's free memory, and bytes in use. Leaves out offloading
 (offload.py).
 """
 

@@ -1,7 +1,7 @@
 """Whether a config can run here, checked before anything starts. No torch in here.
 
 check.py        all checks in order, and the command
-settings.py     keys against each other: what plans check, too
+settings.py     keys against each other; plans check them, too
 sizes.py        keys against the model's sizes and the number of ranks
 served_sizes.py keys of replicas against the model's sizes
 teacher.py      whether a model can be the policy's teacher

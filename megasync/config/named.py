@@ -58,7 +58,7 @@ def digest_of_module(name: str) -> str:
 
 
 def own_object(key: str, path: str, wanted: str, arguments: Sequence[str]) -> Any:
-    """The function or class that the value `path` of `key` names. `wanted`: what it should be, in words; `arguments`: the names
+    """The function or class that the value `path` of `key` names. `wanted`: the expected thing, as text; `arguments`: the names
     of those that it will be called with.
 
     Raises:

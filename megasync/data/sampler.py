@@ -3,7 +3,7 @@
     class Mine:                                          # data.sampler: my_module:Mine
         def __init__(self, examples, seed, **arguments): ...     # arguments: data.sampler_arguments
         def __iter__(self): ...                          # indices of examples: one pass; asked again for the next
-        def state_dict(self): ...                        # as JSON has it; what comes next depends on nothing else
+        def state_dict(self): ...                        # as JSON has it; the following prompts depend on nothing else
         def load_state_dict(self, state): ...
         def observe(self, visits): ...                   # may be left out: the rewards of what was trained
 

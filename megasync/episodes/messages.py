@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form, made plain: what a chat template is given, and by what a message is known again.
+"""Messages in OpenAI's form, made plain: the input of a chat template, and the key by which a message is recognised.
 
 Leaves out tokens. A message that a client sends back may differ in form from the one it got: content as a list of parts, tool
 calls written as JSON with other spaces, reasoning left out. `key` is the same for all of these.

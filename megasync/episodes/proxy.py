@@ -190,7 +190,7 @@ class Proxy:
 
 
 def _is_retry(call: _Call, retry: str | None) -> bool:
-    """The official clients number their retries. What they number 0 is new, unless the former answer never reached them."""
+    """The official clients number their retries. A request with number 0 is new, unless the former answer never reached them."""
     if call.task.done() and (call.task.cancelled() or call.task.exception()):
         return False
     if retry is None or retry != "0":

@@ -74,7 +74,7 @@ class History:
         self.state, self.is_restart = None, True
 
     def keep_answer(self, place: int, answer: EnvironmentAnswer, state: Any, *, is_other: bool) -> None:
-        """`is_other`: what was kept from that place on is not asked for any more."""
+        """`is_other`: answers kept from that place on are not asked for any more."""
         for other in [other for other in self.answers if is_other and other > place]:
             del self.answers[other]
         self.answers[place], self.state = answer, state

@@ -32,7 +32,7 @@ AGENT, AGENT_SECONDS, FIRST_RANK_SECONDS = "TORCHELASTIC_USE_AGENT_STORE", 20.0,
 def is_rank(environment: Mapping[str, str], nproc: int | None = None) -> bool:
     """True: run as that rank. False: nothing was launched here, or for one node alone, on which this process may start its ranks.
 
-    `nproc`: what --nproc says, if anything.
+    `nproc`: the value of --nproc, if given.
 
     Raises:
         ConfigError: it is one of several nodes, or ranks, and cannot find the others; or --nproc says something else.

@@ -31,7 +31,7 @@ def is_launched(run_folder: Path) -> bool:
 
 
 def forget_former_stop(run_folder: Path, begin: float = math.inf) -> None:
-    """For a launcher. What it starts in its own environment inherits that this was done; it is done once.
+    """For a launcher. Processes that it starts in its own environment inherit that this was done; it is done once.
 
     `begin`: seconds since the epoch; a `stop` that is newer stays, where the run was asked for before its launcher began.
 

@@ -95,7 +95,7 @@ def math_verify(sample: RewardInput) -> float:
 
 
 def reasoning_gym(sample: RewardInput) -> float:
-    """From 0 to 1: what the generator of reasoning-gym of the question gives the answer (data/reasoning_gym.py).
+    """The score, 0 to 1, of the answer by the question's generator of reasoning-gym (data/reasoning_gym.py).
 
     What answers/read.py reads counts, and what follows the thinking as a whole, since some generators take more than a value.
 

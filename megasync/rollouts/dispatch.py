@@ -33,7 +33,7 @@ class RepeatedLossError(RuntimeError):
 
 
 class Dispatcher:
-    """Of one run. Its methods are called on the event loop; what its tasks find out they put as events."""
+    """Of one run. Its methods are called on the event loop; its tasks report by events."""
 
     def __init__(self, pool: ReplicaPool, settings: StreamSettings, events: EventThread, note: Callable[[str], None]) -> None:
         self.pool, self.settings, self.events, self.note = pool, settings, events, note

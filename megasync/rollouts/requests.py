@@ -84,10 +84,10 @@ def request_digest(
     task: Task | None = None,
     played_by: object = "",
 ) -> int:
-    """Of what a response depends on: prompt tokens and sampling, without its seed and without how many samples there are.
+    """A digest of everything that a response depends on: prompt tokens and sampling, without the seed and the number of samples.
 
     An episode depends on its task, too: its own code may score by the answer, and a group's members share the seed.
-    `played_by`: what tells the episodes of this config from those of another.
+    `played_by`: a key that differs between configs whose episodes are not interchangeable.
     """
     parts: tuple[object, ...] = (replace(request, num_samples=1, seed=0), returns_experts)
     parts += ("support",) if returns_support else ()

@@ -88,7 +88,7 @@ class Rollouts:
         teachers: Teachers | None = None,
         judges: Mapping[str, ServedModel] = NO_JUDGES,
     ) -> None:
-        """Continue from `progress` with `step`. `teachers`: those that are asked here. `judges`: on replicas, by name."""
+        """Continue from `progress` with `step`. `teachers`: teachers that are asked here. `judges`: on replicas, by name."""
         self.config, self.data, self.prompts = config, data, data.prompts
         self.rewards = RewardPool(config.rollout, Judges(config.judges, judges, config.run.folder))
         self.timeline, self.note = log.timeline, log.note
@@ -246,7 +246,7 @@ class Rollouts:
         return Group(ordinal, request, asked, scored_by, task=task, **own)
 
     def _is_worth_training(self, group: Group) -> bool:
-        """By the named filter and the user's own, those that the config has."""
+        """By the filters that the config has: a named one, and the user's own."""
         if self.config.algorithm.filter_groups and not group.is_worth_training:
             return False
         group.is_refused = self.filter is not None and not self.filter(filter_input(group, self._example(group.key)))

@@ -63,9 +63,9 @@ class RolloutStream:
         self._groups: dict[int, Group] = {}  # admitted, neither taken nor discarded
         self._done: set[int] = set()  # of these, groups whose samples all have their rewards
         self._again: list[int] = []  # ordinals below `num_begun` that are to be admitted again
-        self._owed: set[int] = set()  # of these and of `_groups`, those that were aborted: the next batch waits for them
+        self._owed: set[int] = set()  # aborted ones of these and of `_groups`: the next batch waits for them
         self._uniform_groups: dict[int, Group] = {}  # discarded since the last batch: not worth training
-        self.discarded: list[Group] = []  # of these, those that the last batch left out
+        self.discarded: list[Group] = []  # the part of these that the last batch left out
         self._num_scoring = 0
         self._num_outside = 0
         self._failure: BaseException | None = None

@@ -70,7 +70,7 @@ class EpisodeSettings:
 
 
 class Episodes:
-    """Of one stream. Its methods are called on the event loop; what its tasks find out they put as events."""
+    """Of one stream. Its methods are called on the event loop; its tasks report by events."""
 
     def __init__(self, player: Player, settings: EpisodeSettings, events: EventThread) -> None:
         self.player, self.settings, self.events = player, settings, events

@@ -59,7 +59,7 @@ class Canary:
         """
         Args:
             sequences: of two tokens or more.
-            prompts: what the replica decodes tokens after, some that are not certain.
+            prompts: the replica decodes tokens after these; some of the tokens are not certain.
             tolerance: the largest mean of |gap| over all tokens, in nats.
             answer_seconds: of a replica; one that takes longer is left to those who look after replicas.
             note: logs a line for the user.

@@ -118,7 +118,7 @@ def _why_early(config: Config, found: Mapping[str, Any]) -> str:
 
 
 def closing_lines(config: Config, found: Mapping[str, Any]) -> str:
-    """Two lines: what came out, and where it lies. `found`: the summary."""
+    """Two lines: the outcome, and the folder. `found`: the summary."""
     steps, folder = found["steps"], config.run.folder
     parts = [f"done: {steps} step{'' if steps == 1 else 's'}{_why_early(config, found)}, {found['seconds_total']:.0f} s"]
     for metric, words in HELD_OUT.items():

@@ -47,7 +47,7 @@ class RankZeroError(RuntimeError):
 def on_rank_zero(work: Callable[[], Any], for_others: Callable[[Any], Any] = lambda result: result) -> Any:
     """Do `work` on rank 0 alone. Every rank returns its result, or raises its error, so that none waits. Collective.
 
-    `for_others`: what the other ranks get of that result, where it is not the whole.
+    `for_others`: makes the other ranks' result, where they do not need all of it.
 
     Raises:
         RankZeroError: on every rank, with the text of what `work` raised.

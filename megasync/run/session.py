@@ -1,4 +1,4 @@
-"""Session: what every run holds on one rank, complete once it is built; the words that loop.py speaks.
+"""Session: the parts of every run on one rank, complete once it is built; the vocabulary of loop.py.
 
 Every public method is collective unless it says otherwise. Leaves out what trains on rollouts (rollout_session.py) and on given
 answers (supervised.py), the order of things (loop.py) and the run's end (ending.py).

@@ -86,7 +86,7 @@ class ServedPool:
         return tokenizer, template, stops if end is None or end >= size else (*stops, end)
 
     async def close(self) -> None:
-        """See ServedModel. Whoever started the replicas ends them."""
+        """See ServedModel. The owner of the replicas ends them."""
 
     # ------------------------------------------------------------------------------------------------ requests
 

@@ -33,7 +33,7 @@ desk.py      rank 0: requests in the log, and who waits for them
 sampling.py  rank 0: sampling requests through the replicas
 catalog.py   rank 0: models and saved weights, as clients ask about them
 queries.py   rank 0: routes of lists and downloads
-usage.py     rank 0: what each session has used: GET / and /usage, metrics.jsonl
+usage.py     rank 0: usage of each session: GET / and /usage, metrics.jsonl
 http.py      rank 0: the HTTP server, in a thread
 front.py     rank 0: these together
 command.py   the verb

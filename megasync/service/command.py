@@ -264,7 +264,7 @@ def next_work(front: Front, present: Mapping[str, int]) -> Work:
 
 
 def train(worker: Worker, front: RankZero[Front], requests: Sequence[Request]) -> None:
-    """A training request on all ranks, or passes done together. What is refused is the client's to know."""
+    """A training request on all ranks, or passes done together. A refusal is returned to the client."""
     from engine.adapters import RefusedError
     from megasync.service.bodies import BadRequestError
 

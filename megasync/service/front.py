@@ -1,4 +1,4 @@
-"""Front: what rank 0 has beside its worker: desk, server, sampling, and answers to queries.
+"""Front: parts of the service on rank 0 alone: desk, server, sampling, and answers to queries.
 
 Leaves out the loop over work (command.py).
 """
@@ -40,7 +40,7 @@ class Front:
         port: int,
         key: str,
     ) -> None:
-        """`done`: how many training requests the worker's state holds; `key`: what clients must send."""
+        """`done`: how many training requests the worker's state holds; `key`: the key that clients must send."""
         self.config, self.pool = config, of_rank_zero(replicas.here)
         hf_config = worker.engine.mbridge.hf_config
         names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)

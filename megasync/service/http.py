@@ -44,7 +44,7 @@ TOKEN_BYTES = 16  # of a token in JSON
 
 
 class Server:
-    """`key`: what clients must send; empty: anything."""
+    """`key`: the key that clients must send; empty: any."""
 
     def __init__(self, config: ServiceConfig, desk: Desk, catalog: Catalog, usage: Usage, key: str, max_tokens: int) -> None:
         self._config, self._desk, self._catalog, self._key = config, desk, catalog, key

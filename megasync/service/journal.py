@@ -44,7 +44,7 @@ class Journal:
         os.close(folder)
 
     def replay(self) -> Iterator[tuple[Place, Line]]:
-        """All whole lines, in order; call it once, before the first `append`. What is cut off behind them is removed.
+        """All whole lines, in order; call it once, before the first `append`. An incomplete last line is removed.
 
         Raises:
             ValueError: a line before the last is damaged.

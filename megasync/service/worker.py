@@ -1,4 +1,4 @@
-"""Worker: what every rank does of a client's calls: the engine, files of adapters, syncs to the replicas. Methods are collective.
+"""Worker: clients' calls on every rank: the engine, files of adapters, syncs to the replicas. Methods are collective.
 
     runs/NAME/service/models/MODEL/weights/NAME/            rank_*.safetensors, spec.json, adapter/ (PEFT)
     runs/NAME/service/models/MODEL/sampler_weights/NAME/    the factors alone

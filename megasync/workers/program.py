@@ -47,7 +47,7 @@ TICK_SECONDS = 0.25  # at most between two notes, while nothing blocks the loop
 
 
 def main(parent: int, descriptor: int, notes: int) -> None:
-    """`descriptor`: of a socket to the trainer; `notes`: of a file for RUNNING and, behind it, what faulthandler writes."""
+    """`descriptor`: of a socket to the trainer; `notes`: of a file for RUNNING and, behind it, faulthandler's output."""
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return

@@ -19,7 +19,7 @@ from typing import Any
 from bridge.notes import note
 
 CPU_SPIN_SECONDS = 0.01
-CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h: what calls of the driver give before cuInit
+CUDA_ERROR_NOT_INITIALIZED = 3  # cuda.h: the driver's error before cuInit
 
 
 def spin_less() -> None:

@@ -129,7 +129,7 @@ class Tracing:
         self._handles.append(module.register_forward_hook(hook))
 
     def _keep(self, name: str, value: torch.Tensor) -> None:
-        """A copy: what follows writes over many of these."""
+        """A copy: later operations overwrite many of these."""
         self._recent.setdefault(name, []).append(value.detach().clone(memory_format=torch.contiguous_format))
         self._recent_bytes += value.nbytes
         if self._recent_bytes > DEVICE_BYTES:

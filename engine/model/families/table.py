@@ -16,7 +16,7 @@ from engine.runtime import workarounds
 # families that mbridge does not list: with another's layers and names
 BRIDGE_OF = {"mistral": "llama", SMOLLM3: "llama", "seed_oss": "qwen2", **dict.fromkeys((GEMMA, OLMO3), "qwen3")}
 BRIDGE_OF |= dict.fromkeys(("glm4_moe_lite", kimi_k2.NAME), "deepseek_v3")
-NAMES = dict.fromkeys((GEMMA, OLMO3), gemma.NAMES)  # or most of them: what to add to its tables
+NAMES = dict.fromkeys((GEMMA, OLMO3), gemma.NAMES)  # or most of them: the names to add to mbridge's tables
 # families with layers of their own
 LAYERS: dict[str, Callable[[Any, Any, int], None]] = {GEMMA: gemma.use_layers, GPT_OSS: gpt_oss.use_layers}
 LAYERS[OLMO3] = olmo3.use_layers

@@ -77,7 +77,7 @@ def _end_of_broken(text: str, found: re.Match[str], block: Block, tags: re.Patte
 
 
 def _llama(text: str, tools: Sequence[Tool]) -> Read:
-    """Without tags: what names a tool that is offered is a call, and so is an object with a name and parameters."""
+    """Without tags: an object that names an offered tool is a call, and so is an object with a name and parameters."""
     start = text.strip().removeprefix("<|python_start|><|python_end|>")  # Llama 4's begin of a call without text before it
     start = start.removeprefix("<|python_start|>").removesuffix("<|python_end|>")
     is_marked, start = start.startswith("<|python_tag|>"), start.removeprefix("<|python_tag|>").strip()

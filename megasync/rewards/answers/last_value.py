@@ -115,7 +115,7 @@ def last_value(text: str, *, is_prose: bool = False) -> str:
 
 
 def _last_words(text: str) -> str:
-    """Of a text without numbers: what the last line says that something is."""
+    """The value in a text without numbers: the last line's "X is VALUE"."""
     line = re.sub(r"(?i)\A(?:therefore|thus|hence|so|then|finally),?\s+", "", text.splitlines()[-1].strip())
     if re.search("[\u4e00-\u9fff]", line):
         said = SUBJECT.sub("", line)

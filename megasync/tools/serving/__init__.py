@@ -1,4 +1,4 @@
-"""The weights of runs and folders, served by replicas as in training: what evaluate, generate, replay and bisect share.
+"""The weights of runs and folders, served by replicas as in training, for evaluate, generate, replay and bisect.
 
 source.py     which weights, as a folder, and the config to serve them by
 replicas.py   replicas with the weights of a folder; a command's temporary folder and errors
