@@ -39,7 +39,7 @@ def prepare(config: BenchRoot, verb: str) -> BenchRoot:
 
 
 def _prepare(config: BenchRoot, verb: str) -> BenchRoot:
-    """Of the benches whose keys are in `bench`."""
+    """Prepare the config of the benches whose keys are in `bench`."""
     bench = config.bench
     config = with_changes(config, {"bench.shapes": None}) if config.model.path else _with_model(config)
     check_config(config, bench.num_ranks, needs_data=False)

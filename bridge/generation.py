@@ -67,14 +67,14 @@ class ScoreRequest(GenerationRequest):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """Of a sequence of n tokens, natural log-probs of those from the second on, and the k most likely tokens at their places."""
+    """Scores of n tokens: natural log-probs of the tokens from the second on, and the k most likely tokens at their places."""
 
     log_probs: npt.NDArray[np.float32]  # [n - 1]
     top_ids: npt.NDArray[np.int32]  # [n - 1, k], the most likely first
     top_log_probs: npt.NDArray[np.float32]  # [n - 1, k]
 
     def behind(self, num_prompt: int) -> TokenScores:
-        """Of the tokens behind the first `num_prompt`, at least 1; copies, without the memory of the others."""
+        """The scores of the tokens behind the first `num_prompt`, at least 1; copies, without the memory of the others."""
         first = num_prompt - 1
         return TokenScores(self.log_probs[first:].copy(), self.top_ids[first:].copy(), self.top_log_probs[first:].copy())
 

@@ -62,7 +62,7 @@ def response_datum(
 
 @dataclass(frozen=True)
 class AdamParameters:
-    """Of one step of AdamW, whose weight decay is decoupled."""
+    """Settings of one step of AdamW, whose weight decay is decoupled."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

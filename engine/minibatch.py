@@ -89,7 +89,7 @@ def _of_members(batch: advantages.AdvantageInput, own: OwnFunctions) -> Numbers:
 def kl_penalties(
     minibatches: Sequence[MiniBatch], num_samples: int, algorithm: AlgorithmConfig, device: torch.device
 ) -> Numbers:
-    """Of each sample of a batch the sum of its tokens' KL estimates by the old log-probs, times the coefficient; on every rank.
+    """For each sample of a batch the sum of its tokens' KL estimates by the old log-probs, times the coefficient; on every rank.
 
     Collective. `minibatches`: of the whole batch, [] on ranks that report nothing.
     """

@@ -109,7 +109,7 @@ class BenchRank(Program):
         return publisher
 
     def whole_manifest(self, source: WeightSource) -> Manifest:
-        """Of all stages."""
+        """The manifest of all stages."""
         stages = dict(self.from_all((source.stage, source.manifest())))
         return Manifest.concatenate(stages[stage] for stage in sorted(stages))
 

@@ -51,7 +51,7 @@ def rounds_by(key: str, rounds: Iterable[Results]) -> dict[str, list[Results]]:
 
 
 def medians(names: Iterable[str], rounds: Sequence[Results]) -> dict[str, float]:
-    """Of each figure, 0 where a round has none."""
+    """The median of each figure; a round without it counts as 0."""
     return {name: statistics.median(measured.get(name, 0.0) for measured in rounds) for name in names}
 
 

@@ -55,7 +55,7 @@ def write_model(model: Model, root: Path, seed: int) -> Path:
 
 
 def step_samples(seed: int, step: int, micro_batches: int) -> list[Sample]:
-    """Of one step: the same lengths at each in another order, with other tokens; groups of four, as rewards want them."""
+    """Samples of one step: in each the same lengths in another order, with other tokens; groups of four, as rewards need them."""
     prompts, responses = _lengths(seed, micro_batches)
     draw = np.random.default_rng((seed, 1, step))
     order = draw.permutation(len(prompts))

@@ -40,7 +40,7 @@ def broadcast_all(channel: Channel, sizes: list[int]) -> float:
 
 
 def bucket_sizes(manifest: Manifest, bucket_bytes: int) -> list[int]:
-    """Of all bytes, one after another."""
+    """Sizes in bytes of the buckets that hold all bytes, in order."""
     total = manifest.total_bytes
     return [min(bucket_bytes, total - begin) for begin in range(0, total, bucket_bytes)]
 

@@ -105,7 +105,7 @@ class OfflineReplica(Replica):
 
 
 class OfflinePool(ReplicaPool):
-    """Of OfflineReplicas."""
+    """The pool of OfflineReplicas."""
 
     replica_class = OfflineReplica
 

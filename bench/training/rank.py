@@ -24,7 +24,7 @@ from megasync.models.folder import model_shape
 
 
 class TrainBench(Program):
-    """Of the config's engine."""
+    """Measures training steps of the config's engine."""
 
     def run(self) -> Measured:
         """Train and time."""

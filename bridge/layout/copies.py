@@ -209,7 +209,7 @@ def _runs_of(match: Match, name: int) -> np.ndarray:
 
 
 def _tiles_of(runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each run the first tile of the bucket that it is in, and how many there are."""
+    """For each run: the first tile of the bucket that it is in, and the number of its tiles."""
     first = runs[:, 2] // TILE_WORDS
     return first, -(-(runs[:, 2] + runs[:, 3]) // TILE_WORDS) - first
 

@@ -23,7 +23,7 @@ def is_quantised(name: str) -> bool:
 
 
 def quantised_manifest(manifest: Manifest) -> Manifest:
-    """Of a source whose tensors are quantised, which has the tensors of `manifest` without that."""
+    """The manifest of a source whose tensors are quantised; `manifest` has the same tensors before that."""
     return Manifest(tuple(spec for each in manifest.tensors for spec in _specs(each)))
 
 

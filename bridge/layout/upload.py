@@ -23,7 +23,7 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Addresses:
-    """Of memory, also on the device: they are uploaded where they have changed."""
+    """Addresses of memory, also on the device: they are uploaded when they have changed."""
 
     def __init__(self) -> None:
         self.last: list[int] = []

@@ -137,7 +137,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
     @property
     def _load_plan(self) -> LoadPlan | None:
-        """Of the slot of the last sync."""
+        """The load plan of the slot of the last sync."""
         return self._load_plans.get(self._slot)
 
     def loader_fallback(self) -> dict[str, str]:

@@ -114,7 +114,7 @@ class ReplicaActors(ActorLauncher):
 
     @property
     def _actors(self) -> dict[int, ReplicaActor]:
-        """Of the present replicas."""
+        """The actors of the present replicas."""
         known = list(self._replicas.items())
         return {replica: own.actor for replica, own in known if own.state in PRESENT and own.actor is not None}
 

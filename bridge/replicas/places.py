@@ -90,7 +90,7 @@ def lost_ray() -> str:
 
 
 def exit_text(code: int) -> str:
-    """Of a process, by subprocess.Popen.returncode."""
+    """Describes a process's exit by subprocess.Popen.returncode."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

@@ -115,7 +115,7 @@ class ReplicaPool(ReplicaActors):
         self.gather([ref], None, [replica], "trace")
 
     def forget_prefixes(self) -> None:
-        """Of all members."""
+        """Clear the prefix caches of all members."""
         self._call(lambda actor: actor.forget_prefixes.remote(), CONTROL_SECONDS)
 
     # The steps of a sync (messages.py), driven by Publisher.
@@ -127,7 +127,7 @@ class ReplicaPool(ReplicaActors):
 
     @property
     def reader_numbers(self) -> list[int]:
-        """Of each reader among the workers of all replicas by number, members or not: it is on the device of this number."""
+        """The members' readers, by their numbers among the workers of all replicas: each is on the device of its number."""
         width = self.config.tensor_parallel
         return [replica * width + worker for replica in self.members for worker in range(width)]
 
@@ -268,7 +268,7 @@ class ReplicaPool(ReplicaActors):
         return max((host for host, _ in sizes), default=0), max((device for _, device in sizes), default=0)
 
     def take_speculation(self) -> Speculation:
-        """Of all members since the last call; without those of replicas that were lost."""
+        """Counts of all members since the last call, without those of lost replicas."""
         try:
             counts = self._call(lambda actor: actor.take_speculation.remote(), CONTROL_SECONDS, what="take_speculation")
         except RuntimeError:  # nothing depends on it

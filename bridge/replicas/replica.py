@@ -267,7 +267,7 @@ class Replica:
         return self._spans.taken
 
     async def loader_fallback(self) -> dict[str, str]:
-        """Of the first worker: see SyncReport."""
+        """Layers of the first worker that vLLM's loader takes: see SyncReport."""
         answers = await self._engine.collective_rpc("megasync_loader_fallback")
         return dict(answers[0])
 

@@ -95,7 +95,7 @@ class CoreAttention(torch.nn.Module):
         return dense.attend(query, key, value, self.scale, mask, self._sinks(query))
 
     def _sinks(self, query: torch.Tensor) -> torch.Tensor | None:
-        """Of the heads of `query`, [batch, heads, ...], which Ulysses shares among context ranks."""
+        """The sinks of the heads of `query`, [batch, heads, ...], which Ulysses shares among context ranks."""
         sinks: torch.Tensor | None = self.softmax_offset
         number = query.shape[1]
         if sinks is None or number == len(sinks):

@@ -220,7 +220,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
             self._initialise()
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
-        """Of this rank's heads, which lie along the first dimension."""
+        """A parameter of this rank's heads, which lie along the first dimension."""
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device.compute_device()))
         tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         return parameter

@@ -76,7 +76,7 @@ class SampleTable:
         return np.concatenate([np.zeros(min(1, len(self)), np.int64), np.cumsum(is_next, dtype=np.int64)])
 
     def token_advantages(self, index: int) -> FloatArray:
-        """Of a sample, each at the position that predicts its token, float32 [tokens]."""
+        """A sample's advantages, each at the position that predicts its token, float32 [tokens]."""
         own, num_prompt = self.advantages[index], self.prompt_lengths[index]
         found = np.zeros(num_prompt + self.response_lengths[index], np.float32)
         if own.ndim == 0:

@@ -110,14 +110,14 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int], by_std: bo
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:
-    """Of a sample; 0 of a single value."""
+    """The standard deviation of a sample; 0 for a single value."""
     return values.std(unbiased=len(values) > 1)
 
 
 def turn_advantages(
     totals: Numbers, earlier: Numbers, groups: Sequence[int], by_std: bool, baseline: str = "group_mean"
 ) -> Numbers:
-    """Of each turn, float64 [n, turns]: the advantage of the member's total reward, less that of its rewards before the turn.
+    """Advantages of each turn, float64 [n, turns]: that of the member's total reward, less that of its rewards before the turn.
 
     What was rewarded before a turn is compared among the group's members that have such a turn. With `by_std` a group is divided
     by the largest standard deviation of both, since the totals may be equal. Invariants: rewards in last turns alone give all

@@ -152,7 +152,7 @@ class Divergence:
         return _Divergence.apply(logits[0], tuple(rows), self, group)  # type: ignore[no-any-return, no-untyped-call]
 
     def rows(self, logits: torch.Tensor, teacher: list[torch.Tensor], group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some tokens: the divergence, and its gradient by logits / temperature; both float32."""
+        """The divergence of some tokens, and its gradient by logits / temperature; both float32."""
         log_q = log_softmax(logits, self.temperature, group)
         if self.objective.objective == "top_k":
             ids, log_p = teacher
@@ -176,7 +176,7 @@ def top_tokens(logits: torch.Tensor, top_k: int, temperature: float, group: Any)
 
 
 def log_ratio(micro: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:
-    """Of teacher to old policy at each sampled token, float32 [T]; `log_probs` are the policy's of now."""
+    """log p_teacher - log p_old at each sampled token, float32 [T]; `log_probs`: the policy's current ones."""
     assert micro.teacher_log_probs is not None, "the samples came without the teacher's log-probs"
     old = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
     return bounded((micro.teacher_log_probs - old) * micro.mask)

@@ -26,7 +26,7 @@ def _within(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tens
 
 
 def _chunks(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-    """Of a row for each token; of logits `width` wide no more than CHUNK_ELEMENTS in one."""
+    """Chunks of tensors with a row for each token; logits `width` wide have at most CHUNK_ELEMENTS in one."""
     return torch.split(rows, max(1, CHUNK_ELEMENTS // width))
 
 

@@ -95,7 +95,7 @@ def step_metrics(history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
 def policy_metrics(
     mean: Mapping[str, float], total: Mapping[str, float], history: Sequence[dict[str, float]], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Of means over tokens and totals of the steps of `history`: ratios, gap to the rollouts, weights, KL and entropy."""
+    """From means over tokens and totals of the steps of `history`: ratios, gap to the rollouts, weights, KL and entropy."""
     first = history[0]
     metrics = {
         "ratio/first_minibatch_mean": first["ratio"] / max(first["tokens"], 1),
@@ -120,7 +120,7 @@ def policy_metrics(
 def teacher_metrics(
     mean: Mapping[str, float], average: Mapping[str, float], history: Sequence[dict[str, float]]
 ) -> dict[str, float]:
-    """Of means over tokens, averages over the steps of `history`, and its maxima; the loss where the teacher has a term in it."""
+    """From means over tokens, averages over the steps of `history`, and its maxima; the loss if the teacher has a term in it."""
     found = {"teacher/kl_mean": mean["teacher_kl"], "teacher/kl_max": max(sums["teacher_kl_max"] for sums in history)}
     return found | ({"loss/teacher": average["teacher"]} if "teacher" in average else {})
 

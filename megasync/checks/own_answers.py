@@ -78,7 +78,7 @@ def _described(value: float, given: RewardInput) -> str:
 
 
 def score_own_answers(config: Config, data: RunData, most: int = MAX_ANSWERS) -> list[OwnScores]:
-    """Of each reward of positive weight that reads the response, and up to `most` answers of each data set.
+    """Scores by each reward of positive weight that reads the response, for up to `most` answers of each data set.
 
     Raises:
         ConfigError: a reward raised, or returned no finite number for each sample, where rollout.reward_on_failure is stop.

@@ -85,6 +85,6 @@ def _draft_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
 
 
 def _difference(own: Path, draft: Path) -> str:
-    """Of the tokens that both tokenizers have; a draft's folder may be without one."""
+    """A difference in the ids of tokens that both tokenizers have, as text; a draft's folder may have no tokenizer."""
     both = all((folder / "tokenizer.json").is_file() for folder in (own, draft))
     return vocabulary_difference(own, draft, shared_only=True) if both else ""

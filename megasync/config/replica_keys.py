@@ -24,7 +24,7 @@ class ReplicaKeys(Section):
 
     @property
     def num_gpus(self) -> int:
-        """Of all replicas of a folder."""
+        """GPUs of all replicas of a folder."""
         return self.replicas * self.tensor_parallel
 
     @property

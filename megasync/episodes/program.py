@@ -178,7 +178,7 @@ class Asker:
 
 
 def _turn_rewards(value: Any, num_turns: int, *, credits_turns: bool) -> tuple[float, ...]:
-    """Of an episode's return value; empty where it has none, or, unless they are needed, wrong ones.
+    """The turns' rewards in an episode's return value; empty where it has none, or has wrong ones that are not needed.
 
     Raises:
         BadValueError: there is not one for each turn, or the reward is another number than their sum.

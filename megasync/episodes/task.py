@@ -80,13 +80,13 @@ class EpisodeResult:
         return sum(len(branch.token_ids) - branch.prompt_length for branch in self.branches) - self.num_sampled
 
     def turn_returns(self, reward: float) -> tuple[float, ...]:
-        """Of each turn, in the order of requests, the sum of its reward and of those of later ones. `reward`: of the episode."""
+        """For each turn, in the order of requests, the sum of its reward and those of later turns. `reward`: of the episode."""
         rewards = self.turn_rewards or (*(0.0,) * (self.num_turns - 1), reward)
         return tuple(math.fsum(rewards[turn:]) for turn in range(len(rewards)))
 
     @property
     def turn_spans(self) -> list[list[tuple[int, int, int]]]:
-        """Of each branch: turn, first response token and number of the tokens that were sampled in it."""
+        """For each branch: turn, first response token and number of the tokens that were sampled in it."""
         spans: list[list[tuple[int, int, int]]] = [[] for _ in self.branches]
         for turn, record in enumerate(sorted(self.turns, key=lambda record: record.number)):
             first = record.start - self.branches[record.branch].prompt_length

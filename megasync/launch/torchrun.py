@@ -69,7 +69,7 @@ MEMORY_HINT = ": is there too little memory? `megasync doctor CONFIG` looks at t
 
 
 class OneMachineRendezvous(StaticTCPRendezvous):
-    """Of one node: the store is this process's, on the loopback, and new at each restart, since torch would find the keys of the
+    """For one node: the store is this process's, on the loopback, and new at each restart, since torch would find the keys of the
     former ranks in it (distributed/rendezvous.py:189, torch 2.13).
     """
 

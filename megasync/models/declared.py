@@ -22,7 +22,7 @@ TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "di
 
 
 class Field(NamedTuple):
-    """Of a dataclass whose types are checked as they are, so that no int is a float."""
+    """A field of a dataclass whose types are checked strictly, so that no int is a float."""
 
     types: tuple[type, ...] | None  # None: of a type that is not in TYPES
     annotation: str

@@ -357,7 +357,7 @@ def unsupported(shape: ModelShape, fields: dict[str, Any]) -> Unsupported | None
 
 
 def _rope(model: Model, rope: dict[str, Any], number: int) -> Iterator[Unsupported]:
-    """Of one set of rotary embeddings. `number`: 1 for those of layers with a window, where these have others."""
+    """Problems of one set of rotary embeddings. `number`: 1 for layers with a window, where these have a set of their own."""
     kind, partial, is_latent = _rope_type(rope), rope["partial_rotary_factor"], model.family in LATENT_FAMILIES
     kinds: tuple[str, ...] = ("default", "yarn") if is_latent else ROPE_TYPES
     kinds = ROPE_BY_LAYER_TYPE if model.family == GEMMA or number else kinds

@@ -94,7 +94,7 @@ def check_model_config(folder: Path) -> ModelShape:
 
 
 def most_parameters(folder: Path) -> int:
-    """Of a model folder, by the sizes of its files, which have two bytes a number or more."""
+    """An upper limit of a model folder's parameters, from its files' sizes, with two bytes a number or more."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) // 2
 
 
@@ -151,7 +151,7 @@ def _check_nested(path: Path, fields: dict[str, Any]) -> None:
 
 
 def _folder_remedy(folder: Path) -> str:
-    """Of a run, a checkpoint, a folder of the hub's cache or an adapter what of it is meant."""
+    """Names the model folder that is meant by a run, a checkpoint, a folder of the hub's cache or an adapter."""
     inner = (sorted(folder.glob(f"{pattern}/config.json")) for pattern in MODELS_WITHIN)
     if found := next((files[-1].parent for files in inner if files), None):
         return f"write model.path={found}"

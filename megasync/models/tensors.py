@@ -101,7 +101,7 @@ def _is_trained(name: str, dtype: str) -> bool:
 
 
 def _check_fused(folder: Path, keys: Mapping[str, TensorSpec], shape: ModelShape, layout: FolderLayout) -> None:
-    """Of tensors of all experts of a layer."""
+    """Check fused tensors, of all experts of a layer."""
     experts, size, hidden = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size
     sizes = {"gate_up_proj": (experts, 2 * size, hidden), "down_proj": (experts, hidden, size)}
     for key, spec in keys.items():
@@ -162,13 +162,13 @@ def num_parameters(folder: Path) -> int:
 
 
 def own_shapes(folder: Path) -> Shapes:
-    """Of the language model's tensors, by their own names. ValueError as `read_folder_manifest`."""
+    """Shapes of the language model's tensors, by their own names. ValueError as `read_folder_manifest`."""
     shapes = {spec.name: spec.shape for spec in read_folder_manifest(folder).tensors}
     return {name: place.shape for name, place in places(shapes, read_folder_layout(folder)).items()}
 
 
 def _held(folder: Path) -> dict[str, TensorSpec]:
-    """Of the files that the index names, or of model.safetensors: other files beside them are not read by anyone."""
+    """Tensors of the files that the index names, or of model.safetensors: other files beside them are not read."""
     try:
         return {spec.name: spec for spec in read_folder_manifest(folder).tensors}
     except ValueError as problem:
@@ -252,7 +252,7 @@ def _feed_forward(prefix: str, size: int, hidden: int) -> Shapes:
 
 
 def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
-    """Of one layer; nothing where the model has none."""
+    """Shapes of the experts of one layer; nothing where the model has none."""
     hidden, size, family = shape.hidden_size, shape.moe_intermediate_size, shape.model_type
     experts = range(shape.num_experts)
     if family == "mixtral":
@@ -275,7 +275,7 @@ def _experts(shape: ModelShape, fields: Mapping[str, Any]) -> Shapes:
 
 
 def _stacked_experts(shape: ModelShape, *, is_packed: bool) -> Shapes:
-    """Of gpt-oss; `is_packed`: in MXFP4 (engine/model/families/mxfp4.py)."""
+    """Shapes of gpt-oss's experts; `is_packed`: in MXFP4 (engine/model/families/mxfp4.py)."""
     number, hidden, size = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
     found: Shapes = {"mlp.router.weight": (number, hidden), "mlp.router.bias": (number,)}
     for name, (into, out) in {"gate_up_proj": (hidden, 2 * size), "down_proj": (size, hidden)}.items():

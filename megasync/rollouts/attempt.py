@@ -51,7 +51,7 @@ class Attempt:
 
 
 def first_attempt(group: Group, member: int) -> Attempt:
-    """Of this process; it continues the episode of a checkpoint, if there is one."""
+    """The first attempt of this process; it continues the episode of a checkpoint, if there is one."""
     saved = group.playing.get(member)
     if saved is None:
         return Attempt(group, member, 0)

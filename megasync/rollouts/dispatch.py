@@ -33,7 +33,7 @@ class RepeatedLossError(RuntimeError):
 
 
 class Dispatcher:
-    """Of one run. Its methods are called on the event loop; its tasks report by events."""
+    """Sends one run's groups to replicas. Its methods are called on the event loop; its tasks report by events."""
 
     def __init__(self, pool: ReplicaPool, settings: StreamSettings, events: EventThread, note: Callable[[str], None]) -> None:
         self.pool, self.settings, self.events, self.note = pool, settings, events, note
@@ -50,7 +50,7 @@ class Dispatcher:
         return len(self._open_slots())
 
     def _open_slots(self) -> dict[int, ReplicaSlot]:
-        """Of replicas that accept groups (not those leaving)."""
+        """Slots of replicas that accept groups (not those leaving)."""
         return {replica: slot for replica, slot in self.slots.items() if slot.is_open and replica in self.pool.wanted}
 
     @property

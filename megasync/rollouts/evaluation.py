@@ -98,7 +98,7 @@ def set_metrics(name: str, rewards: Sequence[Sequence[float]], pass_reward: floa
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of one value a prompt, of two prompts or more (E. Miller, arXiv:2411.00640, sections 2.1 and 2.2)."""
+    """Of the mean of one value a prompt, for two prompts or more (E. Miller, arXiv:2411.00640, sections 2.1 and 2.2)."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -65,7 +65,7 @@ def resolve_filter(path: str) -> Filter:
 
 
 def filter_input(group: Group, example: Example) -> FilterInput:
-    """Of a group that is done, without its greedy sample and without dropped episodes."""
+    """A filter's view of a finished group, without its greedy sample and without dropped episodes."""
     kept = group.trained_members
     done, scored = [group.completions[one] for one in kept], [group.scored[one] for one in kept]
     return FilterInput(

@@ -20,7 +20,7 @@ from megasync.rollouts.progress import SavedGroup, SavedSample
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Of a run."""
+    """A run's settings of the stream."""
 
     max_staleness: int
     batch_size: int
@@ -171,7 +171,7 @@ class Group:
         return tuple(known.get(name, math.nan) for name in self.part_names)
 
     def turn_returns(self, index: int) -> tuple[float, ...]:
-        """Of a member that is scored, as EpisodeResult has them; empty with algorithm.credit=episode."""
+        """Returns of the turns of a scored member, as in EpisodeResult; empty with algorithm.credit=episode."""
         done, scored = self.completions[index], self.scored[index]
         if not self.credits_turns or not isinstance(done, EpisodeResult) or scored is None:
             return ()
@@ -186,7 +186,7 @@ class Group:
 
     @property
     def own_rewards(self) -> list[float]:
-        """Of the members that are trained."""
+        """Rewards of the members that are trained."""
         return [reward for index in self.trained_members if (reward := self.rewards[index]) is not None]
 
     @property

@@ -102,7 +102,7 @@ def penalty_fields(config: Config, num_tokens: int) -> dict[str, float]:
 
 
 def learnt_rewards(config: Config, samples: Sequence[Sample]) -> list[list[list[float]]]:
-    """Of each member of each group the reward with its penalty, or, with `algorithm.credit=turn`, the returns of its turns.
+    """For each member of each group its reward with the penalty, or, with `algorithm.credit=turn`, the returns of its turns.
 
     Advantages are computed from them.
     """

@@ -152,7 +152,7 @@ def _of_episodes(done: Sequence[Completion | EpisodeResult]) -> dict[str, Any]:
 
 
 def _episodes(data: dict[str, Any], pieces: list[Completion]) -> Iterator[EpisodeResult]:
-    """Of the branches' pieces."""
+    """The episodes of the branches' pieces."""
     masks = np.split(data["masks"], np.cumsum([len(piece.token_ids) for piece in pieces])[:-1]) if pieces else []
     rows = zip(pieces, data["prompt_lengths"].tolist(), masks, strict=True)
     branches = [
@@ -193,7 +193,7 @@ def load_progress(folder: Path) -> Progress | None:
 
 
 def order_of(fields: Sequence[Any]) -> PromptOrder:
-    """Of dataclasses.astuple, in which tuples may be lists, and sources be missing."""
+    """The order from dataclasses.astuple, in which tuples may be lists, and sources be missing."""
     num_examples, seed, shuffle, *sources = fields
     return PromptOrder(num_examples, seed, bool(shuffle), tuple((int(size), weight) for size, weight in (sources or [()])[0]))
 

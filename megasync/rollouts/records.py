@@ -53,7 +53,7 @@ class StepRecord:
 
 
 class Records:
-    """Of a run, on rank 0. Files are made in a thread; an error of it is raised by the next call."""
+    """Writes a run's records, on rank 0. Files are made in a thread; an error of it is raised by the next call."""
 
     def __init__(self, run_folder: Path, first_step: int) -> None:
         """Records of steps after `first_step`, which a process left that had passed its last checkpoint, are removed."""

@@ -57,7 +57,7 @@ def _filters(given: RolloutConfig | EvalSet) -> dict[str, Any]:
 
 
 def training_request(config: Config, prompts: Prompts, example: Example, ordinal: int) -> GenerationRequest:
-    """Of the `ordinal`-th prompt of the run, counted from 0: step x data.batch_size + its place in the batch."""
+    """The request for the `ordinal`-th prompt of the run, counted from 0: step x data.batch_size + its place in the batch."""
     seed = (config.run.seed * SEED_STRIDE + ordinal * config.rollout.group_size) % 2**31
     request = make_request(prompts, example, training_sampling(config.rollout), seed)
     if config.algorithm.advantage != "remax":
@@ -95,7 +95,7 @@ def request_digest(
 
 
 def reward_digest(example: Example, rewards: RewardPool, num_samples: int) -> int:
-    """Of what the rewards of given responses depend on; `num_samples` of them are looked at together where a reward does so."""
+    """A digest of everything that the rewards of given responses depend on; `num_samples` of them where a reward sees a group."""
     together = num_samples if rewards.takes_groups else 1
     source: tuple[object, ...] = (example.source,) if example.source else ()
     source += (example.rewards,) if example.rewards else ()
@@ -159,7 +159,7 @@ def sample_line(
 
 
 def token_fields(prompts: Prompts, done: Completion | EpisodeResult) -> dict[str, Any]:
-    """Of the first MAX_LOGGED_TOKENS tokens of a response, and of the sampled pieces of an episode's branches.
+    """Fields of the first MAX_LOGGED_TOKENS tokens of a response, and of the sampled pieces of an episode's branches.
 
     Their texts, special tokens included; vLLM's log-probs; and their versions as runs, [version, number of tokens] each.
     """

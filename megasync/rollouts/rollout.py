@@ -206,7 +206,7 @@ class Rollouts:
         return outcome_of(evaluation, self.prompts, completions, rewards, self.config.run.log_samples)
 
     def _ties(self, step: int, samples: list[Sample]) -> dict[str, float]:
-        """Of rewards with their penalties; a note where nothing is learnt for a while."""
+        """The share of groups with equal rewards, penalties included; notes where nothing is learnt for a while."""
         rewards = learnt_rewards(self.config, samples)
         fraction = tied_fraction(rewards)
         hint = self.ties.observe(step + 1, fraction, [total for of_group in rewards for total, *_ in of_group])
@@ -266,7 +266,7 @@ class Rollouts:
         return [replace(scored[sample], teacher=own) for sample, own in zip(samples, scores, strict=True)]
 
     def _lines(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """Of the first response to each of the first `run.log_samples` prompts."""
+        """Log lines of the first response to each of the first `run.log_samples` prompts."""
         chosen = [(group, group.num_greedy) for group in groups[: self.config.run.log_samples]]
         firsts = [(group.key, group.completions[first], group.rewards[first]) for group, first in chosen]
         return [
@@ -283,7 +283,7 @@ def _completions(group: Group, samples: Sequence[int]) -> list[Completion | Epis
 
 
 def _nothing(group: Group) -> Sample:
-    """Of a batch all of whose episodes were dropped, or groups refused: no token is trained."""
+    """The sample of a batch whose episodes were all dropped, or groups refused: no token is trained."""
     return Sample(np.array(group.request.prompt_ids, np.int32), np.empty(0, np.int32), turn_returns=(0.0,))
 
 

@@ -17,7 +17,7 @@ from megasync.rollouts.teachers import teacher_fields
 
 
 def samples_of(group: Group, place: int) -> list[Sample]:
-    """Of a group that is done; `place` is its place in the batch."""
+    """Samples of a finished group; `place` is its place in the batch."""
     prompt_ids, found = np.array(group.request.prompt_ids, np.int32), list[Sample]()
     greedy = group.rewards[0] if group.num_greedy else None
     for member, (done, scored) in enumerate(zip(group.completions, group.scored, strict=True)):

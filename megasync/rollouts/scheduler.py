@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of a replica: unfinished samples, and the tokens that they are expected to have."""
+    """The load of a replica: unfinished samples, and the tokens that they are expected to have."""
 
     samples: int = 0
     tokens: float = 0.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Scorer:
-    """Of one run; methods are called on the event loop."""
+    """Scores one run's samples; methods are called on the event loop."""
 
     def __init__(self, prompts: Prompts, rewards: RewardPool) -> None:
         self.prompts, self.rewards = prompts, rewards

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Teachers:
-    """Of one run; methods are called on the event loop. `models`: by the source of the data; "": for all sources."""
+    """Served teachers of one run; methods are called on the event loop. `models`: by the source of the data; "": all."""
 
     def __init__(self, teacher: TeacherConfig, models: Mapping[str, ServedModel]) -> None:
         self.models = models
@@ -34,7 +34,7 @@ class Teachers:
     async def score(
         self, source: str, prompt_ids: Sequence[int], done: Sequence[Completion | EpisodeResult]
     ) -> list[tuple[TokenScores, ...]]:
-        """Of each sample, by branch, of the tokens behind its prompt."""
+        """Scores of each sample, by branch, of the tokens behind its prompt."""
         branches = [branches_of(one, prompt_ids) for one in done]
         model = self.models.get(source) or self.models[""]
         asked = [ids for of_sample in branches for ids, _ in of_sample]

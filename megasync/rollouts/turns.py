@@ -43,7 +43,7 @@ class EpisodeFailedError(RuntimeError):
 
 
 class Player(Protocol):
-    """Of EpisodePool."""
+    """Plays episodes, as EpisodePool does."""
 
     async def run(
         self, task: Any, ask: Callable[[Ask], Any], history: History | None = None
@@ -70,7 +70,7 @@ class EpisodeSettings:
 
 
 class Episodes:
-    """Of one stream. Its methods are called on the event loop; its tasks report by events."""
+    """The episodes of one stream. Its methods are called on the event loop; its tasks report by events."""
 
     def __init__(self, player: Player, settings: EpisodeSettings, events: EventThread) -> None:
         self.player, self.settings, self.events = player, settings, events
@@ -190,7 +190,7 @@ class Episodes:
 
 
 def turn_seed(seed: int, member: int, attempt: int, turn: int) -> int:
-    """Of a turn's sampling, from the group's seed: the same in a run that is repeated, and shared with no other turn."""
+    """The seed of a turn's sampling, from the group's seed: the same in a repeated run, and shared with no other turn."""
     digest = hashlib.blake2b(f"{seed}/{member}/{attempt}/{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) % 2**31
 

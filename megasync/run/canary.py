@@ -45,7 +45,7 @@ class CanaryError(RuntimeError):
 
 
 class Canary:
-    """Of one run. Methods are collective."""
+    """Compares replicas with the trainer in one run. Methods are collective."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Checkpoints:
         cut(self.run_folder / VERSIONS, self.first_step + 1)
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Of Engine, to resume. Not collective."""
+        """Arguments of Engine, to resume. Not collective."""
         if self._newer:
             return {"weights_path": self._newer.folder}
         return checkpoint.engine_arguments(self.last) if self.last else {}
@@ -87,7 +87,7 @@ class Checkpoints:
         return [note for note in notes if note]
 
     def progress(self, batch_size: int) -> Progress:
-        """Of the rollouts, where the run resumes. Not collective."""
+        """The rollouts' progress, where the run resumes. Not collective."""
         if self._newer:
             return self._newer.progress
         begun = Progress(num_trained=self.first_step * batch_size)
@@ -126,7 +126,7 @@ class Checkpoints:
             self.last = saving.wait()
 
     def give_up(self) -> None:
-        """Of a run that failed. Not collective."""
+        """End the saving of a run that failed. Not collective."""
         if self._saving is not None:
             self._saving.give_up(GIVE_UP_SECONDS)
 

@@ -67,7 +67,7 @@ def _stop(session: Session, done: int) -> str:
 
 
 def stopped_line(config: Config, done: int, checkpoint: Path | None) -> str:
-    """Of a run that was asked to stop after so many steps; `checkpoint`: the newest, None: there was nothing to write."""
+    """The line of a run that was asked to stop after `done` steps; `checkpoint`: the newest, None: there was nothing to write."""
     if checkpoint is None:
         return "stopped before the first step, as asked; the same command begins again"
     again = "the same command" if config.checkpoint.resumes else "the same command with checkpoint.resume=auto"
@@ -81,7 +81,7 @@ def forget_requests(folder: Path) -> None:
 
 
 def summary(config: Config, steps: int, syncs: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Of a run that has done so many `steps`; `seconds`: where this process's time went (step_log.py)."""
+    """The summary of a run that has done so many `steps`; `seconds`: where this process's time went (step_log.py)."""
     folder = config.run.folder
     lines = read_evaluations(folder)
     return {
@@ -110,7 +110,7 @@ def _held_out(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _why_early(config: Config, found: Mapping[str, Any]) -> str:
-    """Of a run that has done fewer than run.steps; empty of one that has done all."""
+    """Why a run has done fewer than run.steps; empty for a run that has done all."""
     run, accuracy = config.run, found.get("eval_accuracy_after")
     if found["steps"] >= run.steps or accuracy is None:
         return ""

@@ -77,7 +77,7 @@ def watched_ranks(rank: int, world_size: int) -> list[int]:
 
 
 class Heartbeat:
-    """Of one rank. The ranks find the store as torch.distributed does (MASTER_ADDR, MASTER_PORT); a single rank has none."""
+    """One rank's heartbeat. Ranks find the store as torch.distributed does (MASTER_ADDR, MASTER_PORT); a single rank has none."""
 
     def __init__(self, rank: int, world_size: int, limit_seconds: float) -> None:
         self.rank, self.world_size, self.limit_seconds = rank, world_size, limit_seconds
@@ -92,7 +92,7 @@ class Heartbeat:
 
     @staticmethod
     def of_process(limit_seconds: float) -> Heartbeat:
-        """Of the rank that the launcher says this process is."""
+        """The heartbeat of the rank that this process is by its launcher."""
         return Heartbeat(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), limit_seconds)
 
     def start(self) -> None:
@@ -206,7 +206,7 @@ class Heartbeat:
 
 
 def store_prefix() -> str:
-    """Of this start of the ranks: the store of torchrun's agent outlives them, any other one is new at each start."""
+    """The prefix of this start of the ranks: the store of torchrun's agent outlives them, any other one is new at each start."""
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"{PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else '0'}"
 
@@ -217,5 +217,5 @@ def store_address() -> tuple[str, int]:
 
 
 def process_identity(pid: int) -> str:
-    """Of one process of one host, as seen from processes that can signal each other; psutil.NoSuchProcess where it is gone."""
+    """Identifies a process of a host among processes that can signal each other; psutil.NoSuchProcess where it is gone."""
     return f"{host_identity()} {pid} {psutil.Process(pid).create_time()}"

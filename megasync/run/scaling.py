@@ -126,7 +126,7 @@ def refusal(request: Request, number: int, there: list[int], min_replicas: int) 
 
 
 class Scaling:
-    """Of one run; methods are called on rank 0, on the trainer's thread."""
+    """Changes the number of one run's replicas; methods are called on rank 0, on the trainer's thread."""
 
     def __init__(
         self, config: Config, pool: ReplicaPool, release_idle: Callable[[], set[int]], note: Callable[[str], None]

@@ -152,7 +152,7 @@ class Session(ABC):
 
     @abstractmethod
     def find_metrics(self, step: int) -> dict[str, float]:
-        """Of the held-out data, after `step` steps."""
+        """Metrics of the held-out data, after `step` steps."""
 
     def evaluate_at_start(self) -> None:
         """Before the first step of this process; by default only what the log of a resumed run lost (RunLog)."""
@@ -170,7 +170,7 @@ class Session(ABC):
 
     @property
     def sync_metrics(self) -> list[dict[str, float]]:
-        """Of each sync."""
+        """The metrics of each sync."""
         return []
 
     def finish_files(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def compare(
 
 
 class StepTimer:
-    """Of one rank. A phase within another counts as the outer one."""
+    """Seconds of one rank by phase. A phase within another counts as the outer one."""
 
     def __init__(self, begin_seconds: float, now: Callable[[], float] = time.time) -> None:
         """`begin_seconds`: when the process was started, by the clock `now`."""
@@ -105,7 +105,7 @@ class StepTimer:
         return metrics | {"step/other_seconds": seconds - sum(parts.values())}
 
     def summary(self) -> dict[str, float]:
-        """Of the whole: the start, the steps and the end are the total."""
+        """Seconds in all: the start, the steps and the end make the total."""
         total = self.elapsed
         start = self.start_seconds if self._line_seconds is not None else total
         end = total - start - self.steps_seconds
@@ -113,7 +113,7 @@ class StepTimer:
 
 
 class StepLog:
-    """Of one rank; rank 0 writes."""
+    """The step log of one rank; rank 0 writes."""
 
     def __init__(
         self, config: Config, engine: Engine, log: RunLog, timer: StepTimer, *, first_step: int, is_writer: bool

@@ -28,7 +28,7 @@ SYNC_ATTEMPTS = 3
 
 @dataclass
 class WeightSync:
-    """Of one run."""
+    """The syncs of one run."""
 
     config: Config
     engine: Engine

@@ -29,7 +29,7 @@ from megasync.run.rank_zero import control_group, on_rank_zero
 
 
 class Weights:
-    """Of one engine."""
+    """The weights of one engine."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine, self.layout = config, engine, engine.layout
@@ -71,7 +71,7 @@ class Weights:
 
 
 def build_publisher(source: WeightSource, pool: ReplicaPool | None, config: Config) -> Publisher:
-    """Of whole weights, with adapters merged, or of the adapters alone; quantised by `rollout.dtype`. `pool`: rank 0's."""
+    """For whole weights, with adapters merged, or for the adapters alone; quantised by `rollout.dtype`. `pool`: rank 0's."""
     ipc = config.sync.model_copy(update={"transport": "ipc"})
     sync = ipc if uses_ipc(config) else config.sync  # auto: the publisher chooses by the hosts of the ranks and the replicas
     if isinstance(source, AdapterSource):

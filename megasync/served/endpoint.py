@@ -45,7 +45,7 @@ class EndpointSettings:
 
 
 def urls_of(text: str) -> tuple[str, ...]:
-    """Of a config's value: one URL, or several with commas or spaces between them; without slashes at the end."""
+    """The URLs in a config's value: one, or several with commas or spaces between them; without slashes at the end."""
     return tuple(url.rstrip("/") for url in text.replace(",", " ").split())
 
 
@@ -209,7 +209,7 @@ class Endpoint:
 
 
 def scores_of(places: Sequence[Mapping[str, Mapping[str, Any]]], ids: Sequence[int], top_k: int) -> TokenScores:
-    """Of vLLM's `prompt_logprobs`: at each place the token itself and the `top_k` most likely ones, by id as a text.
+    """Scores from vLLM's `prompt_logprobs`: at each place the token itself and the `top_k` most likely ones, by id as a text.
 
     Raises:
         LookupError: a token or one of the `top_k` is missing.

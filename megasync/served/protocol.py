@@ -32,7 +32,7 @@ class ServedModel(Protocol):
     counts: Counter[str]  # CALLS: requests; RETRIES: of them, sent again; FAILURES: given up
 
     async def prompt_log_probs(self, sequences: Sequence[Sequence[int]], top_k: int) -> list[TokenScores]:
-        """Of each sequence the scores of its tokens from the second on, with the `top_k` most likely tokens at each place.
+        """For each sequence the scores of its tokens from the second on, with the `top_k` most likely tokens at each place.
 
         Raises:
             LostError, RefusedError: for any of the sequences.

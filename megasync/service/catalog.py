@@ -27,7 +27,7 @@ class Catalog:
         self._tokenizer = str(Path(model_path).resolve())
 
     def specs(self) -> dict[str, AdapterSpec]:
-        """Of the models in memory."""
+        """Specs of the adapters in memory, by model."""
         return dict(self._specs)
 
     def model(self, name: str) -> Found | None:
@@ -57,7 +57,7 @@ class Catalog:
         return sorted(each.name for each in folder.glob("*") if each.name not in OWN_FILES) if _spec_in(folder) else []
 
     def checkpoints(self, model: str = "") -> list[Found]:
-        """Of one model or of all, the newest first."""
+        """Checkpoints of one model or of all, the newest first."""
         models = [model] if model else [each.name.replace("_", ":") for each in self._folder.glob("*")]
         found = [each for name in models for kind in SAVES.values() for each in self._saved(name, kind)]
         return sorted(found, key=lambda each: str(each["time"]), reverse=True)

@@ -153,7 +153,7 @@ def _shown(value: Any) -> str:
 
 
 def _unserved(config: Config) -> Iterator[ConfigError]:
-    """Of keys whose values a run may have, but no service."""
+    """Errors for keys whose values a run may have, but no service."""
     only = {
         "algorithm.name": ("grpo", "clients sample from replicas, which supervised runs have not"),
         "algorithm.credit": ("episode", "clients compute advantages themselves"),

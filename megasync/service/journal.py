@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 
 class Place(NamedTuple):
-    """Of a line in the file."""
+    """The place of a line in the file."""
 
     offset: int
     num_bytes: int

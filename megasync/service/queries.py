@@ -57,7 +57,7 @@ class Queries:
         return _page(request, "checkpoints", self._catalog.checkpoints(model))
 
     async def _urls(self, request: web.Request) -> web.StreamResponse:
-        """Of PEFT's files, each with a signature instead of the key, for an hour."""
+        """URLs of PEFT's files, each with a signature instead of the key, valid for an hour."""
         path, expires = path_of_route(request), int(time.time()) + URL_SECONDS
         files = self._catalog.files(path)
         if not files:

@@ -209,7 +209,7 @@ def forward_backward_output(log_probs: Sequence[npt.NDArray[np.float32]], metric
 
 
 def loss_sum(body: bytes) -> float:
-    """Of a ForwardBackwardOutput."""
+    """The sum of losses of a ForwardBackwardOutput."""
     return float(MESSAGES["ForwardBackwardOutput"].FromString(body).metrics["loss:sum"])
 
 

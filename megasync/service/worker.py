@@ -48,7 +48,7 @@ def build_engine(config: Config) -> Engine:
 
 
 class Worker:
-    """Of one rank."""
+    """One rank's part of the service."""
 
     def __init__(self, config: Config, engine: Engine, pool: RankZero[ReplicaPool] | None) -> None:
         """`pool`: None where nothing is sampled."""

@@ -55,7 +55,7 @@ class Children:
             self._own[starters.pop()] += new
 
     def _children(self) -> list[psutil.Process]:
-        """Of this process. Asks the kernel first, since psutil reads /proc of all processes."""
+        """The children of this process. Asks the kernel first, since psutil reads /proc of all processes."""
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # there are none

@@ -133,7 +133,7 @@ def sampling_parameters(request: GenerationRequest, sample: int, *, returns_expe
 
 
 def token_scores(output: Any, num_top: int) -> TokenScores:
-    """Of a prompt's tokens, from the output of a ScoreRequest: at each place the token itself comes first, then the top ones."""
+    """Scores of a prompt's tokens, from a ScoreRequest's output: at each place the token itself is first, then the top ones."""
     flat = output.prompt_logprobs
     shape = len(flat.start_indices) - 1, num_top + 1
     log_probs = np.array(flat.logprobs, np.float32).reshape(shape)

@@ -156,5 +156,5 @@ class Tracing:
         return torch.full_like(sampled, token), values
 
     def _log_probs(self, values: torch.Tensor) -> torch.Tensor:
-        """Of a sampler's second result: logits over the temperature of the second model runner, log-probs of the first."""
+        """From a sampler's second result: logits over the temperature in vLLM's second model runner, log-probs in its first."""
         return values.float().log_softmax(-1) if type(self._sampler).__module__ == SECOND_SAMPLER else values

@@ -65,7 +65,7 @@ def slices(path: str, layer: Any) -> Iterator[Slice]:
 
 
 def projection_rows(layer: Any, sizes: list[int]) -> list[tuple[int, int]]:
-    """Of the parts of in_proj_qkvz which linear each belongs to, and the first of this worker's rows in it.
+    """For each part of in_proj_qkvz: the linear that it belongs to, and this worker's first row in it.
 
     `sizes`: of this worker's parts: queries, keys and values, which are in_proj_qkv, and gates, in_proj_z.
     """

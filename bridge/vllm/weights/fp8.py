@@ -55,7 +55,7 @@ def transformation(layer: Any) -> str | None:
 
 
 def as_loaded(parameter: torch.Tensor) -> torch.Tensor:
-    """Of a quantised layer: a weight [out, in], which a linear computes with as [in, out], in the same memory."""
+    """The weight of a quantised layer as it is loaded, [out, in]; the layer computes with it as [in, out], in the same memory."""
     tensor = parameter.detach()
     return tensor if tensor.is_contiguous() or tensor.ndim != 2 else tensor.t()
 

@@ -163,7 +163,7 @@ def by_expert(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 
 def sinks(path: str, layer: Any) -> Iterator[Slice]:
-    """Of an attention layer, this worker's heads'; none of other layers."""
+    """The sinks of an attention layer, for this worker's heads; nothing for other layers."""
     if type(layer).__name__ == ATTENTION:
         number = layer.num_local_attention_heads
         rank = layer.qkv_proj.tp_rank

@@ -86,7 +86,7 @@ def hf_slices(model: torch.nn.Module, wanted: Callable[[str], bool]) -> Iterator
 
 
 def _expert_slices(path: str, layer: Any, name: str, wanted: Callable[[str], bool]) -> Iterator[Slice]:
-    """Of parameter `name` of the fused experts at `path`."""
+    """Slices of parameter `name` of the fused experts at `path`."""
     if gpt_oss.is_stack(layer):
         if wanted(gpt_oss.stack_name(path, name)):
             yield gpt_oss.stack_slice(path, layer, name, experts.loaded(path, layer, name))

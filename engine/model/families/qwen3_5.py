@@ -43,7 +43,7 @@ def part_sizes(name: str, config: Any) -> list[int]:
 
 @register_model("qwen3_5_text")
 class Qwen35Bridge(LLMBridge):  # type: ignore[misc]
-    """Of dense models, in which every layer has an MLP."""
+    """The bridge of dense models, in which every layer has an MLP."""
 
     _ATTENTION_MAPPING: ClassVar = {
         **LLMBridge._ATTENTION_MAPPING,
@@ -59,7 +59,7 @@ class Qwen35Bridge(LLMBridge):  # type: ignore[misc]
         return self._build_base_config(**self._own_fields())
 
     def _own_fields(self) -> dict[str, Any]:
-        """Of megatron-core's TransformerConfig."""
+        """Fields for megatron-core's TransformerConfig."""
         fields = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
         return {
             "qk_layernorm": True,
@@ -107,7 +107,7 @@ class Qwen35Bridge(LLMBridge):  # type: ignore[misc]
         return super()._weight_split_across_tp(name, weights, param, tp_split_size)  # type: ignore[no-any-return]
 
     def _groups(self, weight: torch.Tensor) -> torch.Tensor:
-        """Of linear_qkv [rows, n] to [groups, heads, head dim, n]: a group's queries, their gates, its key and its value."""
+        """linear_qkv [rows, n] as [groups, heads, head dim, n]: a group's queries, their gates, its key and its value."""
         return weight.view(self.config.num_query_groups, -1, self.config.kv_channels, weight.shape[1])
 
     def _heads_of_group(self) -> list[int]:

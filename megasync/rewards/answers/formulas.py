@@ -81,7 +81,7 @@ def _package() -> Any:
 
 @functools.cache
 def _extraction() -> list[Any]:
-    """Of a formula alone: no unit is stripped (math-verify takes the t of 2t for one)."""
+    """How math-verify reads a formula alone: no unit is stripped (it takes the t of 2t for one)."""
     from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
 
     form = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")

@@ -115,7 +115,7 @@ def notation(text: str) -> Notation:  # noqa: PLR0911 - one return a notation
 
 
 def _inner_parts(text: str) -> list[str]:
-    """Of what is in brackets, where a comma separates whatever digits follow, unless others that have a space after them do."""
+    """The parts in brackets, where any comma before digits separates, unless other commas are followed by a space."""
     return split(
         re.sub(r",(?=\S)", ", ", text)
         if not re.search(r",\s", text)
@@ -132,7 +132,7 @@ def _matrix(body: str) -> Notation:
 
 
 def _both_signs(text: str) -> Notation:
-    r"""Of 1 \pm \sqrt{2} both values; of several signs \pm and \mp the values with all upper and with all lower signs."""
+    r"""Both values of 1 \pm \sqrt{2}; of several signs \pm and \mp the values with all upper and with all lower signs."""
     upper = re.sub(r"\\pm(?![A-Za-z])", "+", re.sub(r"\\mp(?![A-Za-z])", "-", text))
     lower = re.sub(r"\\pm(?![A-Za-z])", "-", re.sub(r"\\mp(?![A-Za-z])", "+", text))
     return Notation("set", tuple(part.strip().removeprefix("+").strip() for part in (upper, lower)))

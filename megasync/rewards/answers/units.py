@@ -92,7 +92,7 @@ def split_unit(text: str) -> tuple[str, str, Fraction]:
 
 
 def _beginning(word: str) -> str:
-    """Of Chinese words without spaces the known unit before a clause, as in 4时两车相遇, else the word."""
+    """The known unit at the begin of Chinese words without spaces, as in 4时两车相遇, else the word."""
     found = BEFORE_CLAUSE.match(word)
     return found[0] if found is not None and found[0] in CANONICAL else word
 

@@ -111,7 +111,7 @@ def _is_rounded(first: Number, second: Number) -> bool:
 
 
 def _rising(text: str) -> str:
-    """Of 5 > x > 2 the same as 2 < x < 5, which math-verify can read."""
+    """2 < x < 5 from 5 > x > 2, which math-verify can read."""
     if (found := FALLING.fullmatch(text)) is None:
         return text
     high, first, middle, second, low = found.groups()

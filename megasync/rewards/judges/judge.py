@@ -34,7 +34,7 @@ NO_JUDGES: Mapping[str, Any] = MappingProxyType({})
 
 
 def endpoint_settings(name: str, judge: JudgeConfig) -> EndpointSettings:
-    """Of a judge that is served elsewhere."""
+    """Settings of a judge that is served elsewhere."""
     seconds, patience = judge.timeout_seconds, judge.timeout_seconds * (1 + judge.retries)
     return EndpointSettings(f"judges.{name}.endpoint", judge.endpoint, judge.model, judge.concurrency, seconds, patience)
 

@@ -107,7 +107,7 @@ def check_swapped(swap: str, chosen: Chosen) -> None:
 
 
 def for_one_replica(config: Config) -> Config:
-    """Of one worker, whose modules are called one by one: neither compiled nor in CUDA graphs. Its cache has room for two of the
+    """For one worker, whose modules are called one by one: neither compiled nor in CUDA graphs. Its cache has room for two of the
     longest sequences.
     """
     one = {"replicas": 1, "min_replicas": 1, "tensor_parallel": 1, "max_num_seqs": 1, "ray_address": "local"}

@@ -100,7 +100,7 @@ def num_uncalled(site: Site, side: Side) -> int:
 
 
 def local_error(site: Site, reference: Reference, side: Side) -> Local:
-    """Of the output layer some rows at a time."""
+    """A module's error on one side; that of the output layer is computed some rows at a time."""
     if missing := num_uncalled(site, side):
         unknown = math.nan, math.nan, math.nan
         first = int(side.positions[0])

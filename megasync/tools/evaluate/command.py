@@ -166,7 +166,7 @@ def _option(key: re.Match[str]) -> str:
 
 
 def answers_of(config: Config, pool: ReplicaPool, evaluation: Evaluation, prompts: Prompts) -> answers.Answers:
-    """Of every example, in order: responses, or episodes where the run has such, with the seeds of a run's own evaluation."""
+    """Answers to all examples, in order: responses, or episodes where the run has such, with the seeds of its own evaluation."""
     requests = requests_of(evaluation, prompts, config.run.seed)
     if not config.rollout.episode:
         return pool.generate(requests).result()
@@ -215,7 +215,7 @@ async def _no_scores(group: Group, _: Sequence[int]) -> list[Scored]:
 
 
 def result(evaluation: Evaluation, rewards: Sequence[Sequence[float]], got: answers.Answers) -> dict[str, Any]:
-    """Of one set, for --json and the table."""
+    """The result of one set, for --json and the table."""
     sampling, done = evaluation.sampling, [one for group in got for one in group]
     return {
         "prompts": len(rewards),

@@ -32,7 +32,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of one value a prompt, at least one."""
+    """The estimate from one value a prompt, at least one."""
     mean = statistics.fmean(values)
     if len(values) == 1:
         return Estimate(mean, None, None, 1)

@@ -77,7 +77,7 @@ def prepared(source: Source, given: argparse.Namespace) -> tuple[Config, Prompts
 
 
 def examples(config: Config, given: argparse.Namespace) -> list[Example]:
-    """Of --prompt, or of --data by data.prompt_key."""
+    """The examples of --prompt, or of --data by data.prompt_key."""
     if given.prompt:
         for number, text in enumerate(given.prompt, start=1):
             refuse_if(not text.strip(), f"--prompt {number}: is empty", remedy="leave it out, or write one")

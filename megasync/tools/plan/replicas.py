@@ -88,7 +88,7 @@ def _sampling_state(config: Config, shape: ModelShape) -> int:
 
 
 def _working_memory(config: Config, shape: ModelShape) -> int:
-    """Of the profiling pass: over the most tokens that a step takes, and the logits of all sequences.
+    """Bytes of the profiling pass: over the most tokens that a step takes, and the logits of all sequences.
 
     Logits are the model's and float32 ones; the first runner also has their log-probs, probabilities and random numbers. Buffers
     of top-k and top-p have rows for up to 128 sequences (v1/sample/ops/topk_topp_triton.py).
@@ -101,7 +101,7 @@ def _working_memory(config: Config, shape: ModelShape) -> int:
 
 
 def _activations(config: Config, shape: ModelShape) -> int:
-    """Of the widest part of a layer: the MLP's, before and after its activation function, or those of a token's experts."""
+    """Bytes of the widest part of a layer: the MLP's, before and after its activation function, or those of a token's experts."""
     rollout = config.rollout
     limit = int(rollout.engine_arguments.get("max_num_batched_tokens", BATCHED_TOKENS))
     rows = min(limit, rollout.max_num_seqs * (rollout.max_model_len or limit))

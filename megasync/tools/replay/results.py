@@ -14,7 +14,7 @@ TextOf = Callable[[Sequence[int]], str]  # of token ids
 
 @dataclass
 class StepResult:
-    """Of one step. `later_tokens`: sampled after an update in the midst of a turn, over keys and values of the weights before it,
+    """One step's result. `later_tokens`: sampled after an update within a turn, over keys and values of the weights before it,
     and so never compared. `without_weights`: tokens by version, whose weights are not there.
     """
 
@@ -36,7 +36,7 @@ class StepResult:
         raise NotImplementedError
 
     def lines(self, text_of: TextOf) -> list[str]:
-        """Of all but the tokens that were not compared."""
+        """Lines about the compared tokens."""
         raise NotImplementedError
 
     def leave_out(self, compared: Iterable[int]) -> None:

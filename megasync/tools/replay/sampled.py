@@ -174,7 +174,7 @@ def first_difference(piece: Piece, now: Completion) -> Difference | None:
 
 
 def largest_gap(piece: Piece, now: Completion) -> float:
-    """Of log-probs, over the tokens before the first difference."""
+    """The largest gap of log-probs, over the tokens before the first difference."""
     length = min(len(piece.token_ids), len(now.token_ids))
     same = piece.token_ids[:length] == now.token_ids[:length]
     end = length if same.all() else int(np.argmin(same))

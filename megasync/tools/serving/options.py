@@ -110,7 +110,7 @@ def with_room(config: Config, prompts: Prompts, examples: Sequence[Example]) -> 
 
 
 def with_model_len(source: Source, config: Config, evaluations: Sequence[Evaluation], prompts: Prompts) -> Config:
-    """Of a folder: rollout.max_model_len is the longest sequence, unless it is given, so that the KV cache holds it. An episode's
+    """For a folder: rollout.max_model_len is the longest sequence, unless given, so that the KV cache holds it. An episode's
     length is unknown: it has the one of a run. ConfigError where the cache cannot hold a sequence.
     """
     shape = check_model_folder(config.model.path)
