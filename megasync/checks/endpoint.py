@@ -49,7 +49,8 @@ def check_endpoint(config: Config) -> None:
             raise ConfigError(f"{KEY} = {url}: cannot score the policy's token {vocab_size - 1}: {problem}", remedy=remedy)
         if context and longest >= context:  # vLLM wants room for one token more
             problem = f"its max_model_len is {context}, and a sample may have {longest} tokens"
-            remedy = f"write rollout.max_model_len={context - 1}, or serve a teacher with --max-model-len {longest + 1}"
+            shorter = f"write rollout.max_model_len={context - 1}, or " if context - 1 > config.rollout.max_new_tokens else ""
+            remedy = f"{shorter}serve a teacher with --max-model-len {longest + 1}"
             raise ConfigError(f"{KEY} = {url}: {problem}", remedy=remedy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from operator import attrgetter
@@ -17,7 +18,7 @@ from megasync.config.errors import ConfigError, refuse_if, wrong
 from megasync.config.schema import Config
 from megasync.launch.devices import visible_devices
 from megasync.launch.scope import RAY_ADDRESS
-from megasync.models.folder import model_shape
+from megasync.models.folder import longest_by, model_shape
 from megasync.models.model_shape import ModelShape
 
 HEADS_ON_CPUS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py:70
@@ -36,7 +37,7 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
         yield size_error(config, "rollout.tensor_parallel", uneven_problem(shape), even_workers(shape))
     positions = shape.max_position_embeddings
     if rollout.max_model_len is not None and 0 < positions < rollout.max_model_len:
-        model, remedy = f"max_position_embeddings = {positions} in {path}", f"write rollout.max_model_len={positions} or less"
+        model, remedy = f"{positions}, by {longest_by(path)} in {path}", f"write rollout.max_model_len={positions} or less"
         yield wrong(config, "rollout.max_model_len", "more than the model has positions", model=model, remedy=remedy)
 
 
@@ -106,15 +107,22 @@ def _adapter_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
 def length_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:
     """A response and one token of a prompt fit everywhere. Prompts: prompts.py."""
     most, positions, problem = config.rollout.max_new_tokens, shape.max_position_embeddings, "leaves no room for a prompt"
-    longest = "rollout.max_new_tokens"
-    for key in ("rollout.max_model_len", "engine.tokens_per_microbatch"):
+    longer = {"rollout.max_model_len": longer_sequence(shape, most), "engine.tokens_per_microbatch": most + 256}
+    for key, size in longer.items():
         limit = attrgetter(key)(config)
         if limit is not None and limit <= most:
-            remedy = f"write {key}={most + 256} or more, or a lower rollout.max_new_tokens"
+            remedy = f"write {key}={size} or more, or a lower rollout.max_new_tokens" if size else "lower rollout.max_new_tokens"
             yield wrong(config, key, problem, allowed=f"more than rollout.max_new_tokens = {most}", remedy=remedy)
     if 0 < positions <= most:
-        model, remedy = f"max_position_embeddings = {positions} in {config.model.path}", f"write {longest}={positions // 2}"
-        yield wrong(config, longest, problem, model=model, remedy=remedy)
+        lines = {"model": f"{positions} positions, by {longest_by(config.model.path)} in {config.model.path}"}
+        lines["remedy"] = f"write rollout.max_new_tokens={positions // 2}"
+        yield wrong(config, "rollout.max_new_tokens", problem, **lines)
+
+
+def longer_sequence(shape: ModelShape, most: int) -> int:
+    """A `rollout.max_model_len` with room for a prompt before `most` new tokens; 0: the model has not so many positions."""
+    room = (shape.max_position_embeddings or sys.maxsize) - most
+    return most + min(room, 256) if room > 0 else 0
 
 
 def cache_errors(config: Config, shape: ModelShape) -> Iterator[ConfigError]:

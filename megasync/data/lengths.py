@@ -6,7 +6,7 @@ import sys
 
 from megasync.config.schema import Config
 from megasync.data.prompts import Prompts
-from megasync.models.folder import model_shape
+from megasync.models.folder import longest_by, model_shape
 
 
 def shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
@@ -15,7 +15,7 @@ def shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> 
     if is_trained_on and (scored := scored_tokens(config)):
         limits["the teacher's max_model_len - 1"] = scored
     if positions := model_shape(config.model.path).max_position_embeddings:
-        limits["the model's max_position_embeddings"] = positions
+        limits[f"the model's {longest_by(config.model.path)}"] = positions
     if config.algorithm.name == "grpo" and config.rollout.max_model_len is not None:
         limits["rollout.max_model_len"] = config.rollout.max_model_len
     elif config.algorithm.name == "grpo":  # vllm/config/model.py:2552 takes the smaller of positions and this one

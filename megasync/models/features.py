@@ -42,6 +42,7 @@ ROPE_NUMBERS = {  # numbers without a default, by the type of rope scaling
     "yarn": ("factor",),
 }
 YARN_OF_GPT_OSS = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")  # vLLM has no defaults
+DEFAULTS = ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "max_position_embeddings")  # transformers'
 PARTIAL_ROTARY = ("glm4_moe", *DELTA_NET_FAMILIES)  # families with it, also where config.json says nothing of the factor
 SHARED_EXPERT = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next")  # families with a shared expert of a size of its own
 WHOLE_HEADS = ("llama", GEMMA)  # hidden_size must be a multiple of the heads, also beside a head_dim
@@ -110,8 +111,8 @@ class Model:
         return layer_types(self.fields)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field, or transformers' default for the fields of routers."""
-        if name in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace") and name not in self.fields:
+        """The field, or transformers' default for DEFAULTS."""
+        if name in DEFAULTS and name not in self.fields:
             declared = declared_fields(self.family)
             return declared[name].default if name in declared else default
         return self.head_dim if name == "head_dim" and self.fields.get(name) is None else self.fields.get(name, default)
@@ -246,6 +247,9 @@ RULES = (
     Rule("mlp_bias", lambda m: m.get("mlp_bias"), "the engine has none"),
     Rule("pad_token_id", lambda m: not -m.shape.vocab_size <= (m.get("pad_token_id") or 0) < m.shape.vocab_size,
          "transformers needs one below vocab_size", remedy="write null, or the number of a token, into config.json"),
+    Rule("model_max_length", lambda m: (m.get("model_max_length") or 0) > (m.get("max_position_embeddings") or math.inf),
+         "vLLM takes it for the positions, and has rotary embeddings for max_position_embeddings",
+         remedy="leave it out of config.json"),
     Rule("is_causal", lambda m: not m.get("is_causal", True), "the engine's attention is causal"),
     *(Rule(name, lambda m, name=name: m.get(name) is not None and m.get(name) is not False, "only vLLM reads it", families)  # type: ignore[misc]
       for name, families in VLLM_ALONE.items()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from engine.config import BIASED_ROUTERS, DELTA_NET_FAMILIES, FAMILIES, GEMMA, G
 from megasync.config.errors import ConfigError, nearest_name, some
 from megasync.models.declared import declared_fields
 from megasync.models.features import unsupported
-from megasync.models.model_shape import ModelShape
+from megasync.models.model_shape import LENGTHS, ModelShape, longest_sequence
 from megasync.models.tensors import DOWNLOAD, INDEX, check_tensors, read_index
 from model_folder.files import read_header
 from model_folder.layout import FLAT, FOLDER_LAYOUTS, TEXT_TYPES, VISION_LANGUAGE, own_fields
@@ -27,7 +28,7 @@ CHOICES = (*FAMILIES, *VISION_LANGUAGE)  # of `model_type`
 LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
 OPTIONAL_SIZES = (
-    *("max_position_embeddings", "head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
+    *("head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
 )
 DELTA_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
@@ -181,17 +182,30 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
             nearest="" if feature else nearest_name(str(family), CHOICES),
             remedy="set model.path to a model of one of these",
         )
-    sizes: dict[str, int] = {}
-    for name, size in _given_sizes(family, fields).items():
+    sizes, lengths = _given_sizes(family, fields), _lengths(fields)
+    for name, size in (sizes | lengths).items():
         if type(size) is not int or size < 1:
             raise ConfigError(f"{path}: {name} = {size!r}: a whole number of at least 1 is expected", remedy=DOWNLOAD)
-        sizes[name] = size
+    sizes["max_position_embeddings"] = longest_sequence(fields | lengths)[1]
     if sizes.get("num_experts_per_tok", 0) > sizes.get("num_experts", 0):
         message = f"{path}: num_experts_per_tok = {sizes['num_experts_per_tok']}: more than num_experts = {sizes['num_experts']}"
         raise ConfigError(message, remedy=DOWNLOAD)
     if family in DELTA_NET_FAMILIES:
         sizes["num_delta_net_layers"] = layer_types(fields | sizes).count(DELTA_NET)
     return ModelShape(model_type=family, **sizes)
+
+
+def _lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that vLLM takes a sequence's length from; transformers' default where config.json has none."""
+    default = declared_fields(fields["model_type"]).get(LENGTHS[0])
+    own = {LENGTHS[0]: default.default if default else None} | fields
+    return {name: own[name] for name in LENGTHS if own.get(name) is not None}
+
+
+def longest_by(folder: str | Path) -> str:
+    """By what of config.json the model has as many positions as `ModelShape` says."""
+    fields = model_fields(folder)
+    return longest_sequence(fields | _lengths(fields))[0]
 
 
 def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +221,8 @@ def _given_sizes(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     given = {name: fields.get(other) for name, other in others.items()}
     given |= {name: value for name, value in defaults.items() if value is not None} | fields
     given["first_k_dense_replace"] = given.get("first_k_dense_replace") or None if family in BIASED_ROUTERS else None
-    unused = {"model_type", "num_delta_net_layers", *(name for name in OPTIONAL_SIZES if given.get(name) is None)}
+    unused = {"model_type", "max_position_embeddings", "num_delta_net_layers"}
+    unused |= {name for name in OPTIONAL_SIZES if given.get(name) is None}
     unused |= set() if family in MOE_FAMILIES else set(EXPERT_SIZES)
     unused |= set() if is_latent else {"q_lora_rank", *LATENT_SIZES}
     unused |= set() if family in DELTA_NET_FAMILIES else set(DELTA_SIZES)

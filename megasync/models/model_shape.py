@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+# vllm 0.32, transformers_utils/model_arch_config_convertor.py:396 and config/model.py:2579
+MODEL_MAX_LENGTH = "model_max_length"  # counts alone, where it is given
+LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", MODEL_MAX_LENGTH, "max_target_positions"),
+    *("max_sequence_length", "max_seq_length", "seq_len"),
+)
+UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")  # types of rotary embeddings
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class ModelShape:
     num_experts: int = 0  # 0, and so the next two: no mixture of experts
     moe_intermediate_size: int = 0
     num_experts_per_tok: int = 0
-    max_position_embeddings: int = 0  # 0: no limit is given
+    max_position_embeddings: int = 0  # by `longest_sequence`; 0: no limit is given
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     shared_expert_intermediate_size: int = 0  # 0: there is no expert that all tokens go through, or it is as large as the others
     first_k_dense_replace: int = 0  # layers before those with experts
@@ -54,6 +64,24 @@ class ModelShape:
             return self.kv_lora_rank + self.qk_rope_head_dim
         size = self.head_dim or self.hidden_size // self.num_attention_heads
         return 2 * max(1, self.num_key_value_heads // num_workers) * size
+
+
+def longest_sequence(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """The most tokens that vLLM takes for a sequence of the model, and by what of config.json; ("", 0) where nothing says it."""
+    given = {name: fields[name] for name in LENGTHS if fields.get(name) is not None}
+    field = MODEL_MAX_LENGTH if MODEL_MAX_LENGTH in given else min(given, key=given.__getitem__, default="")
+    factor = _length_factor(fields)
+    return field if factor == 1 else f"{field} and the factor {factor:g}", int(given.get(field, 0) * factor)
+
+
+def _length_factor(fields: Mapping[str, Any]) -> float:
+    """By which rotary embeddings make sequences longer; Gemma 3's positions have it already."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope = rope if isinstance(rope, dict) and "gemma3" not in str(fields.get("model_type")) else {}
+    by_layer_type = [each for each in rope.values() if isinstance(each, dict)]
+    scaled = [each for each in by_layer_type or [rope] if (each.get("rope_type") or each.get("type")) not in UNSCALED]
+    factor = next((each["factor"] for each in reversed(scaled) if "factor" in each), 1)
+    return factor if type(factor) in (int, float) and 0 < factor < math.inf else 1
 
 
 class Shapes(NamedTuple):

@@ -148,9 +148,9 @@ def read_index(folder: Path) -> dict[str, str]:
         return {}
     try:
         files: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if all(isinstance(name, str) for name in files.values()):
+        if files and all(isinstance(name, str) for name in files.values()):
             return files
-        problem = "weight_map holds something else than names of files"
+        problem = "weight_map holds something else than names of files" if files else "weight_map is empty"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = repr(error)
     raise ConfigError(f"{path}: not an index of safetensors files: {problem}", remedy=DOWNLOAD)

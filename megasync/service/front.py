@@ -13,6 +13,7 @@ from pathlib import Path
 from bridge.replicas.pool import ReplicaPool
 from megasync.config.schema import Config
 from megasync.data.tokenizer import load_tokenizer, named_ends
+from megasync.models.folder import model_shape
 from megasync.report.log import RunLog
 from megasync.run.rank_zero import RankZero, of_rank_zero
 from megasync.service.calls import Reader
@@ -44,7 +45,7 @@ class Front:
         self.config, self.pool = config, of_rank_zero(replicas.here)
         hf_config = worker.engine.mbridge.hf_config
         names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
-        most = config.rollout.max_model_len or hf_config.max_position_embeddings
+        most = config.rollout.max_model_len or model_shape(config.model.path).max_position_embeddings
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
         journal = Journal(worker.folder / LOG_FILE)
         ends.callback(journal.close)

@@ -29,10 +29,14 @@ from bridge.vllm.serving.requests import to_completion
 from megasync.checks.served_sizes import HEADS_ON_CPUS
 from megasync.config.keys import all_keys
 from megasync.config.schema import Config
+from megasync.models.folder import check_model_folder, longest_by
+from tests.support.config_files import write_model
 from tests.support.replicas import numbers
 
 if TYPE_CHECKING:
     import vllm.outputs
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0}
 
 
 def arguments(function: Any) -> list[str]:
@@ -55,6 +59,27 @@ def test_sizes_of_heads_on_cpus_are_those_that_the_check_knows() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == HEADS_ON_CPUS
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest", "by"),
+    [
+        ({}, 32768, "max_position_embeddings"),
+        ({"max_position_embeddings": 64, "n_positions": 128}, 64, "max_position_embeddings"),
+        ({"max_position_embeddings": 64, "seq_length": 32, "max_sequence_length": 48}, 32, "seq_length"),
+        ({"max_position_embeddings": 64, "model_max_length": 56, "seq_len": 8}, 56, "model_max_length"),
+        ({"n_positions": 64, "rope_parameters": LINEAR | {"factor": 2.5}}, 160, "n_positions and the factor 2.5"),
+        ({"seq_len": 40, "rope_parameters": None, "rope_scaling": LINEAR | {"factor": 4}}, 160, "seq_len and the factor 4"),
+    ],
+)
+def test_a_model_has_as_many_positions_as_the_check_knows(
+    tmp_path: Path, fields: dict[str, object], longest: int, by: str
+) -> None:
+    from vllm.config import ModelConfig
+
+    folder = write_model(tmp_path, architectures=["Qwen3ForCausalLM"], **fields)
+    assert check_model_folder(folder).max_position_embeddings == longest and longest_by(folder) == by
+    assert ModelConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True).max_model_len == longest
 
 
 def test_workers_have_what_the_extension_calls_and_nothing_of_its_names() -> None:

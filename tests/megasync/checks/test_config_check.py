@@ -67,6 +67,7 @@ def test_loggers_are_installed(runnable: Path, monkeypatch: pytest.MonkeyPatch) 
     assert error.key == "run.loggers" and error.remedy.startswith("pip install wandb")
 
 
+SHORT = {"max_position_embeddings": 64}
 MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SELECTIVE = "engine.recompute=selective"
 GOOD: list[tuple[dict[str, object], list[str], int]] = [
@@ -140,6 +141,9 @@ BAD: list[tuple[dict[str, object], list[str], int, str, str]] = [
     ({}, ["engine.tokens_per_microbatch=1024"], 2, "engine.tokens_per_microbatch", "engine.tokens_per_microbatch=1280"),
     ({"max_position_embeddings": 2048}, ["rollout.max_model_len=3000"], 2, "rollout.max_model_len", "=2048 or less"),
     ({"max_position_embeddings": 2048}, ["rollout.max_new_tokens=2048"], 2, "rollout.max_new_tokens", "max_new_tokens=1024"),
+    (SHORT | {"seq_length": 48}, ["rollout.max_model_len=64"], 2, "rollout.max_model_len", "=48 or less"),
+    (SHORT, ["rollout.max_model_len=48", "rollout.max_new_tokens=48"], 2, "rollout.max_model_len", "max_model_len=64 or more"),
+    (SHORT, ["rollout.max_model_len=64", "rollout.max_new_tokens=64"], 2, "rollout.max_model_len", "lower rollout.max_new_"),
     ({"max_position_embeddings": 2048}, ["rollout.kv_cache_bytes=512KiB"], 2, "rollout.kv_cache_bytes", "at least 2097152"),
     ({}, ["engine.optimizer.min_learning_rate=1"], 2, "engine.optimizer.min_learning_rate", "min_learning_rate=1e-06"),
     (

@@ -123,7 +123,7 @@ def test_index_with_missing_shards(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "model.safetensors", "x": "model-00002.safetensors"}}))
     assert model_refused(tmp_path).lines["missing"] == "model-00002.safetensors"
-    for text in ("{", "{}", '{"weight_map": []}', "[]"):
+    for text in ("{", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[]"):
         index.write_text(text)
         assert model_refused(tmp_path).headline.startswith(f"{index}: ")
     names = load_file(tmp_path / "model.safetensors")

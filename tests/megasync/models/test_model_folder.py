@@ -123,6 +123,8 @@ def test_unsupported_rotary_embeddings(tmp_path: Path, key: str, changes: dict[s
         {"rms_norm_eps": -1e-6},
         {"rope_theta": 0},
         {"max_position_embeddings": None},
+        {"seq_length": "64"},
+        {"max_position_embeddings": 64, "model_max_length": 65},
         {"eos_token_id": "x"},
         {"pad_token_id": 128},
         {"rope_parameters": [1]},

@@ -112,7 +112,7 @@ def test_a_teacher_has_room_for_the_longest_sample_and_a_token(
 
     async def check() -> None:
         async with serving(answer) as url:
-            given = [f"teacher.endpoint={url}", f"rollout.{limit}"]
+            given = [f"teacher.endpoint={url}", "rollout.max_new_tokens=8", f"rollout.{limit}"]
             await asyncio.to_thread(check_endpoint, load_config(runnable, given))
 
     if is_right:
@@ -120,7 +120,9 @@ def test_a_teacher_has_room_for_the_longest_sample_and_a_token(
         return
     with pytest.raises(ConfigError) as error:
         asyncio.run(check())
-    assert context is not None and error.value.key == KEY and f"max_model_len={context - 1}" in error.value.remedy
+    assert context is not None and error.value.key == KEY and "--max-model-len" in error.value.remedy
+    has_room = context - 1 > 8  # for a prompt before the new tokens
+    assert (f"rollout.max_model_len={context - 1}" in error.value.remedy) == has_room
 
 
 @pytest.mark.parametrize("size", [127, 128])
