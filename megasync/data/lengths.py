@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 from megasync.config.schema import Config
-from megasync.data.prompts import Prompts
 from megasync.models.folder import longest_by, model_shape
 
 
-def shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> tuple[str, int]:
-    """(name, tokens) of the lowest limit of a sequence's length."""
+def length_limits(config: Config, *, is_trained_on: bool) -> dict[str, int]:
+    """By name the limits of a sequence's length, in tokens; names of those that no key changes begin with `the`."""
     limits = {"engine.tokens_per_microbatch": config.engine.tokens_per_microbatch} if is_trained_on else {}
     if is_trained_on and (scored := scored_tokens(config)):
         limits["the teacher's max_model_len - 1"] = scored
@@ -18,9 +15,7 @@ def shortest_limit(config: Config, prompts: Prompts, *, is_trained_on: bool) -> 
         limits[f"the model's {longest_by(config.model.path)}"] = positions
     if config.algorithm.name == "grpo" and config.rollout.max_model_len is not None:
         limits["rollout.max_model_len"] = config.rollout.max_model_len
-    elif config.algorithm.name == "grpo":  # vllm/config/model.py:2552 takes the smaller of positions and this one
-        limits["the tokenizer's model_max_length"] = prompts.tokenizer.model_max_length
-    return min(limits.items(), key=lambda item: item[1], default=("", sys.maxsize))
+    return limits
 
 
 def scored_tokens(config: Config) -> int:

@@ -8,6 +8,7 @@ Leaves out files and their rows (tables.py, data.py) and tokens (prompts.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from megasync.config.errors import ConfigError, refuse_if, some
 from megasync.config.schema import Config
 from megasync.data.conversations import ARGUMENTS, RENDERED, TOOLS
 from megasync.data.data import Example, PromptOrder, load_examples
-from megasync.data.lengths import shortest_limit
+from megasync.data.lengths import length_limits
 from megasync.data.prompts import Prompts
 from megasync.data.tables import Note, media_columns
 from megasync.models.folder import is_vision_language
@@ -172,7 +173,8 @@ def _fitting(config: Config, key: str, examples: list[Example], prompts: Prompts
     response = 0 if is_sft else own_limit or config.rollout.max_new_tokens
     response_key = f"{key}.max_new_tokens" if own_limit else "rollout.max_new_tokens"
     of = "prompt and answer" if is_sft else f"prompt and {response_key} = {response}"
-    name, limit = shortest_limit(config, prompts, is_trained_on=is_sft or is_trained(key))
+    limits = length_limits(config, is_trained_on=is_sft or is_trained(key))
+    name, limit = min(limits.items(), key=lambda item: item[1], default=("", sys.maxsize))
     try:
         lengths = [length + response for length in prompts.lengths(examples, with_answers=is_sft)]
     except ConfigError as error:
@@ -187,7 +189,7 @@ def _fitting(config: Config, key: str, examples: list[Example], prompts: Prompts
         return fitting
     length, example = max(zip(lengths, examples, strict=True), key=lambda pair: pair[0])
     ways = [] if is_sft else [f"lower {response_key}"]
-    ways += [f"raise {name}"] if not name.startswith("the ") else []  # limits of model and tokenizer are fixed
+    ways += [f"raise {name}"] if all(length <= most for each, most in limits.items() if each.startswith("the ")) else []
     remedy = ", or ".join(["remove or shorten longer examples", *ways]) if drops else "write data.too_long=drop"
     left = f"{len(fitting)}, {least} are needed" if drops else ""
     longest = f"{example.place}, {length} tokens of {of}"

@@ -75,8 +75,10 @@ def test_sizes_of_heads_on_cpus_are_those_that_the_check_knows() -> None:
 def test_a_model_has_as_many_positions_as_the_check_knows(
     tmp_path: Path, fields: dict[str, object], longest: int, by: str
 ) -> None:
+    """Whatever its tokenizer's model_max_length is."""
     from vllm.config import ModelConfig
 
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 8}')
     folder = write_model(tmp_path, architectures=["Qwen3ForCausalLM"], **fields)
     assert check_model_folder(folder).max_position_embeddings == longest and longest_by(folder) == by
     assert ModelConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True).max_model_len == longest
