@@ -198,7 +198,7 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
 def _lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that vLLM takes a sequence's length from; transformers' default where config.json has none."""
     default = declared_fields(fields["model_type"]).get(LENGTHS[0])
-    own = {LENGTHS[0]: default.default if default else None} | fields
+    own = {LENGTHS[0]: default.default if default else None, **fields}
     return {name: own[name] for name in LENGTHS if own.get(name) is not None}
 
 

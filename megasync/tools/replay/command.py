@@ -69,7 +69,7 @@ def main(arguments: Sequence[str], serve: Serve = served) -> int:
     if given.json:
         print(as_json(given.run, done, unreadable))
     else:
-        total = [scored.total(done)] if given.trainer else []
+        total = scored.total(done, config) if given.trainer else []
         print("\n".join([*as_lines(done, unreadable, text_of), *total]))
     is_same = all(each.is_same for each in done) or (given.trainer and not config.model.exact)
     return 0 if is_same and not unreadable else 1

@@ -82,8 +82,11 @@ def result_of(step: int, num_episodes: int, sequences: Sequence[Recorded]) -> Sc
     return Scored(step, num_episodes, by_version, later)
 
 
-def total(done: Sequence[Scored]) -> str:
-    return f"all: {sum(each.compared_tokens for each in done)} tokens compared: {_gaps(done)}"
+def total(done: Sequence[Scored], config: Config) -> list[str]:
+    """Of all steps, in lines."""
+    found = [f"all: {sum(each.compared_tokens for each in done)} tokens compared: {_gaps(done)}"]
+    replays = config.algorithm.router_replay == "rollout"
+    return [*found, *(["with experts that the trainer's routers chose: records leave out the rollout's"] if replays else [])]
 
 
 def _gaps(done: Sequence[Scored]) -> str:
@@ -102,7 +105,8 @@ def pieces_of(members: Mapping[tuple[int, int], RecordedGroup], config: Config) 
 def _of_member(group: RecordedGroup, member: int, recomputes: bool) -> Iterator[Recorded]:
     done, name = group.members[member], f"episode {group.key}/{member}"
     if isinstance(done, Completion):
-        sample = Sample(np.array(group.request.prompt_ids, np.int32), done.token_ids, done.log_probs, done.weight_versions)
+        prompt_ids = np.array(group.request.prompt_ids, np.int32)
+        sample = Sample(prompt_ids, done.token_ids, done.log_probs, done.weight_versions, support=done.support)
         yield _sequence(name, sample, recomputes)
         return
     for number, branch in enumerate(done.branches):
@@ -113,6 +117,7 @@ def _of_member(group: RecordedGroup, member: int, recomputes: bool) -> Iterator[
             branch.log_probs[begin:],
             branch.weight_versions[begin:],
             is_sampled=branch.is_sampled[begin:],
+            support=branch.support[begin:],
         )
         yield _sequence(f"{name}, branch {number}", sample, recomputes)
 
@@ -141,7 +146,9 @@ def compare(config: Config, weights: Iterable[tuple[int, Config]], pieces: Piece
 
 
 def score(config: Config, folder: Path, sequences: Sequence[Recorded]) -> Scores:
-    """Log-probs of all tokens of the responses, by the trainer's model with the weights of `folder`, adapters merged."""
+    """Log-probs of all tokens of the responses, by the trainer's model with the weights of `folder`, adapters merged; among the
+    tokens that the rollout kept, where the records have these.
+    """
     from engine.config import LoraConfig
     from engine.trace import Forward
 

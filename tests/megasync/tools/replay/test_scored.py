@@ -52,7 +52,21 @@ def test_a_token_that_differs_is_named() -> None:
     found.add(3, sequence, np.array([-9.0, -9.0, -0.5, np.nextafter(np.float32(-0.5), np.float32(0))], np.float32))
     assert (found.compared_tokens, found.differing_tokens) == (4, 1) and 0 < found.largest_gap < 1e-7
     assert found.first == "episode 4/1, token 4: replica -0.5, trainer -0.49999997"
-    assert scored.total([found]).startswith("all: 4 tokens compared: 1 differ;")
+    (line,) = scored.total([found], Config())
+    assert line.startswith("all: 4 tokens compared: 1 differ;")
+    replays = Config.model_validate({"algorithm": {"router_replay": "rollout"}})
+    assert "routers" in scored.total([found], replays)[1], "the gap is not the one that was trained with"
+
+
+def test_tokens_are_scored_among_those_that_the_rollout_kept() -> None:
+    ids, kept = np.arange(2, dtype=np.int32), np.array([2, 1, 0, 5, 1], np.int32)  # two at the first token, one at the second
+    versions, log_probs = np.full(2, 3, np.int32), np.full(2, -0.5, np.float32)
+    response = Completion(ids, log_probs, versions, support=kept)
+    whole = [np.concatenate([np.zeros(1, each.dtype), each]) for each in (ids, np.ones(2, np.bool_), log_probs, versions)]
+    branch = Branch(whole[0], 1, *whole[1:], support=np.concatenate([np.zeros(1, np.int32), kept]))
+    group = RecordedGroup(4, REQUEST, {0: response, 1: EpisodeResult((branch,), 1.0)}, {0: 0.0, 1: 0.0})
+    for each in scored.pieces_of({(4, 0): group, (4, 1): group}, config_of(recomputes=True)):
+        assert each.sample.support.tolist() == kept.tolist()
 
 
 def test_where_nothing_was_compared_there_is_no_gap() -> None:
