@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from jinja2 import meta
@@ -28,6 +29,7 @@ from megasync.rewards.judges.prompt import Messages, PromptError, messages
 from megasync.rewards.judges.reply import UnparsedError, read_score
 from megasync.rewards.resolve import JUDGE, named_judges, weights
 from megasync.served.endpoint import Endpoint
+from megasync.served.pool import chat_form
 from megasync.served.protocol import ServedError
 
 SECONDS = 60.0  # for an endpoint's first reply
@@ -84,6 +86,8 @@ def _folder_errors(config: Config, key: str, judge: JudgeConfig) -> Iterator[Con
     except ConfigError as error:  # which speaks of model.path
         yield error.about("model.path", f"{key}.path")
         return
+    if find_spec("transformers"):  # a machine that only submits runs may have none
+        yield from _chat_errors(key, judge, folder)
     if is_served_here(config):
         yield from _kernel_errors(config, f"{key}.path", folder)
     text = fields.get("text_config")
@@ -92,6 +96,18 @@ def _folder_errors(config: Config, key: str, judge: JudgeConfig) -> Iterator[Con
         message = f"{key}.tensor_parallel = {judge.tensor_parallel}: does not divide the model's {heads} attention heads"
         good = [size for size in divisors(heads) if size <= judge.tensor_parallel]
         yield ConfigError(message, choices=", ".join(map(str, divisors(heads))), remedy=f"write {key}.tensor_parallel={good[-1]}")
+
+
+def _chat_errors(key: str, judge: JudgeConfig, folder: Path) -> Iterator[ConfigError]:
+    """Its tokenizer renders what the judge is asked."""
+    roles = ("system", "user") if judge.system else ("user",)
+    try:
+        chat_form(folder)[1].render([{"role": role, "content": "?"} for role in roles], generate=True)
+    except ConfigError as error:  # which speaks of model.path
+        yield error.about("model.path", f"{key}.path")
+    except Exception as error:  # noqa: BLE001 # of the template's code
+        message = f"{key}.path = {folder}: its chat template refuses messages of {' and '.join(roles)}: {error}"
+        yield ConfigError(message, remedy=f"{f'leave {key}.system out, or ' if judge.system else ''}name another judge")
 
 
 def _kernel_errors(config: Config, key: str, folder: Path) -> Iterator[ConfigError]:

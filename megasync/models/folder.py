@@ -104,6 +104,17 @@ def model_shape(folder: str | Path) -> ModelShape:
     return _read_shape(Path(folder) / "config.json", model_fields(folder))
 
 
+def num_embeddings(folder: Path) -> int:
+    """Of a model of any family; 0 where config.json does not say it."""
+    try:
+        return model_shape(folder).vocab_size
+    except ConfigError:
+        fields = read_json_object(folder / "config.json")
+    text = fields.get("text_config")
+    size = (text if isinstance(text, dict) else fields).get("vocab_size")
+    return size if type(size) is int else 0
+
+
 def is_vision_language(folder: str | Path) -> bool:
     """Whether it is a model's folder, and has vision layers."""
     path = Path(folder) / "config.json"

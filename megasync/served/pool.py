@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.generation import GenerationRequest, Sampling, TokenScores
+from megasync.config.errors import refuse_if
 from megasync.data.template import ChatTemplate
 from megasync.data.tokenizer import load_tokenizer, stop_token_ids
-from megasync.models.folder import model_shape
+from megasync.models.folder import num_embeddings
 from megasync.served.protocol import CALLS, FAILURES, RETRIES, LostError, RefusedError
 
 if TYPE_CHECKING:
@@ -34,6 +35,21 @@ TOKEN_BYTES = 8  # of one id with its log-prob
 SIGN_SECONDS = 5.0  # from one look at a busy replica to the next
 START_SECONDS = 0.5  # from one look for a replica that starts to the next
 MAX_LOSSES = 5  # of replicas with the same request in them
+
+
+def chat_form(folder: Path) -> tuple[Any, ChatTemplate, tuple[int, ...]]:
+    """Tokenizer, template and stop tokens of a folder that is asked.
+
+    Raises:
+        ConfigError: it cannot be asked.
+    """
+    tokenizer, _ = load_tokenizer(folder)
+    message = f"model.path = {folder}: its tokenizer has no chat template, with which it could be asked"
+    refuse_if(not tokenizer.chat_template, message, remedy="name a model with one, or put chat_template.jinja into the folder")
+    template, size = ChatTemplate(tokenizer, {}), num_embeddings(folder) or len(tokenizer)
+    stops, _ = stop_token_ids(folder, tokenizer.eos_token_id, size)
+    end = tokenizer.convert_tokens_to_ids(template.turn.end) if template.turn.end else None
+    return tokenizer, template, stops if end is None or end >= size else (*stops, end)
 
 
 class ServedPool:
@@ -75,15 +91,7 @@ class ServedPool:
 
     @cached_property
     def _text(self) -> tuple[Any, ChatTemplate, tuple[int, ...]]:
-        """Tokenizer, template and stop tokens of the folder."""
-        folder = Path(self.pool.config.model_path)
-        tokenizer, _ = load_tokenizer(folder)
-        if not tokenizer.chat_template:
-            raise RefusedError(f"{self._name}: its tokenizer has no chat template, with which it could be asked")
-        template, size = ChatTemplate(tokenizer, {}), model_shape(folder).vocab_size
-        stops, _ = stop_token_ids(folder, tokenizer.eos_token_id, size)
-        end = tokenizer.convert_tokens_to_ids(template.turn.end) if template.turn.end else None
-        return tokenizer, template, stops if end is None or end >= size else (*stops, end)
+        return chat_form(Path(self.pool.config.model_path))
 
     async def close(self) -> None:
         """See ServedModel. The owner of the replicas ends them."""

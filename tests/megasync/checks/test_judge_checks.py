@@ -12,11 +12,14 @@ from megasync.checks.own_answers import score_own_answers, try_judges
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
 from megasync.launch.num_ranks import num_teacher_gpus
+from megasync.served.pool import chat_form
+from megasync.tools.assets.command import build_tokenizer
 from tests.support.config_files import refusal, write_model, write_runnable
 from tests.support.judge_server import MODEL, expected, judge_server, requests_of
 
 NOBODY = "http://127.0.0.1:9/v1"
 REWARD = "rollout.reward={judge:quality: 0.5, exact_match: 1}"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 QUALITY = ["judges.quality.prompt='{{ prompt }}{{ response }}'", REWARD]
 
 
@@ -90,8 +93,28 @@ def test_replicas_of_a_judge_have_gpus_of_their_own_where_the_reward_names_it(tm
     assert num_teacher_gpus(load_config(write_runnable(tmp_path), [*own, "algorithm.name=sft"])) == 0
 
 
-def write_judge(folder: Path) -> str:
-    return f"judges.quality.path={write_model(folder)}"
+def write_judge(folder: Path, **fields: object) -> str:
+    build_tokenizer().save_pretrained(write_model(folder, **fields))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return f"judges.quality.path={folder}"
+
+
+def test_a_judge_of_any_family_can_be_asked(tmp_path: Path) -> None:
+    """Its tokenizer is there, has a chat template, and this takes the roles of the prompt."""
+    path, judge = write_runnable(tmp_path), write_judge(tmp_path / "judge")
+    config = tmp_path / "judge" / "config.json"
+    config.write_text(config.read_text().replace("qwen3", "phi3"))
+    check_config(load_config(path, [*QUALITY, judge]), 1)
+    assert chat_form(tmp_path / "judge")[2] == (build_tokenizer().eos_token_id,)
+    system = "judges.quality.system=Be strict."
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}"
+    (tmp_path / "judge" / "chat_template.jinja").write_text(refuses)
+    check_config(load_config(path, [*QUALITY, judge]), 1)
+    assert refusal(path, *QUALITY, judge, system).remedy.startswith("leave judges.quality.system out")
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        (tmp_path / "judge" / name).unlink()
+        error = refusal(path, *QUALITY, judge)
+        assert error.key == "judges.quality.path" and error.remedy
 
 
 @pytest.mark.parametrize(
@@ -132,8 +155,7 @@ def test_a_judges_weights_are_whole(tmp_path: Path) -> None:
 
 @pytest.mark.vllm_on_cpu
 def test_heads_of_a_judge_that_vllm_has_no_kernels_for(tmp_path: Path) -> None:
-    write_model(tmp_path / "judge", head_dim=48)
-    error = refusal(write_runnable(tmp_path), *QUALITY, f"judges.quality.path={tmp_path / 'judge'}", world_size=1)
+    error = refusal(write_runnable(tmp_path), *QUALITY, write_judge(tmp_path / "judge", head_dim=48), world_size=1)
     assert (error.key, error.value, error.lines["named_by"]) == ("head_dim", "48", "judges.quality.path")
 
 
