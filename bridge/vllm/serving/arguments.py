@@ -57,6 +57,7 @@ REFUSED = {
     **dict.fromkeys(("distributed_executor_backend", "enable_elastic_ep", "enable_eplb", "enable_expert_parallel"), _WORKERS),
     **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank", "pipeline_parallel_size"), _WORKERS),
     "convert": "replicas generate",
+    "disable_sliding_window": "sequences would end at the window",
     "enable_chunked_prefill": _CHUNKS,
     "generation_config": "the keys of rollout set the sampling",
     "load_format": "adapters are served on the weights of model.path",

@@ -53,6 +53,7 @@ def test_placements_that_cannot_be(runnable: Path) -> None:
         ("worker_extension_cls=a.B", "leave"),
         ("logprobs_mode=raw_logprobs", "leave"),
         ("pipeline_parallel_size=2", "leave"),
+        ("disable_sliding_window=true", "leave"),
         ("quantization=fp8", "write rollout.dtype instead"),
         ("max_num_batched_tokens=many", "write a value of that kind"),
         ("async_scheduling=1", "write a value of that kind"),
