@@ -177,3 +177,11 @@ def test_a_plan_has_the_memory_of_a_draft_model(folder: Path) -> None:
     before, after = (worker_memory(each, shape, num_parameters(folder / "model"), hardware("h200")) for each in (plain, drafted))
     assert after.parts["draft model"] == 2 * num_parameters(folder / "draft") and "draft model" not in before.parts
     assert after.cache_tokens < before.cache_tokens
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "olmo3"])
+def test_windows_in_some_of_the_layers_exclude_draft_models(folder: Path, tmp_path: Path, family: str) -> None:
+    path, draft = write_tiny_model(tmp_path / "model", family), [DRAFT, f"{KEY}.path={folder}/draft"]
+    errors = [list(speculation_errors(load_config(folder / "config.yaml", [f"model.path={path}", *given]), model_shape(path),
+                                      on_gpus=False)) for given in (draft, [NGRAM])]  # fmt: skip
+    assert [error.key for error in errors[0]] == [f"{KEY}.method"] and errors[0][0].remedy == f"write {NGRAM}" and not errors[1]
