@@ -49,7 +49,7 @@ setup(
     install_requires=LIGHT,
     extras_require={**{lane: [*TRAINING, *packages] for lane, packages in LANES.items()}, **LOGGERS, **CLIENTS, "test": TESTS},
     entry_points={
-        "console_scripts": ["megasync = megasync.cli:entry"],
+        "console_scripts": ["megasync = megasync.__main__:entry"],
         "vllm.general_plugins": ["megasync = bridge.vllm.serving.api:register"],
     },
 )

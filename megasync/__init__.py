@@ -25,13 +25,14 @@ tools/     verbs beside training, a room each; no room above imports them
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasync.config.own_packages import find_ours_first
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
     from megasync.service.trainer import Trainer
 
 find_ours_first()

@@ -14,17 +14,18 @@ import os
 import platform
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from megasync.config.errors import explain, nearest_name
+from megasync.config.errors import DISK_FULL, explain, nearest_name
 from megasync.config.own_packages import shadowing
 from megasync.config.shipped import how_to_install
 from megasync.launch.launcher import forget
-from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, repair_output, run_and_leave
+from megasync.launch.processes import INTERRUPTED, REFUSED, UNREAD, run_and_leave, survive_closed_output
 
 VERBS = {  # one line of help each
     "train": "train with a config, on this machine's GPUs or CPU",
@@ -75,20 +76,37 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the verb and returns its exit code; UNREAD if the reader closed the output."""
+    """Runs the verb and returns its exit code; INTERRUPTED after Ctrl-C, UNREAD if the reader closed the output, 1 if its disk is
+    full.
+    """
     try:
-        code = run_verb(arguments)
+        try:
+            code = run_verb(arguments)
+        except SystemExit:  # of argparse, after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"megasync {arguments[0]}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         if _has_reader():
             raise  # of another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later writes are discarded
-        return UNREAD
+        code = UNREAD
+    except OSError as error:
+        if error.errno not in DISK_FULL or _has_room():
+            raise  # of another file
+        remedy = "free space there, or write the output to another disk"
+        print(explain(f"the output of this command: {error.strerror}", remedy=remedy), file=sys.stderr)
+        code = 1
+    else:
+        return code
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later writes are discarded
     return code
 
 
 def run_verb(arguments: Sequence[str]) -> int:
-    """Runs the verb and returns its exit code, or INTERRUPTED after Ctrl-C."""
+    """Runs the verb and returns its exit code."""
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
         print(version() if arguments and arguments[0] == "--version" else usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else REFUSED
@@ -107,9 +125,6 @@ def run_verb(arguments: Sequence[str]) -> int:
         if (package := (error.name or "").partition(".")[0]) not in OF_LANES:
             raise
         return _not_installed(name, package)
-    except KeyboardInterrupt:
-        print(f"megasync {name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 def _problem(name: str, arguments: Sequence[str]) -> str:
@@ -140,11 +155,20 @@ def _has_reader() -> bool:
     return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+def _has_room() -> bool:
+    """Whether stdout takes one more byte."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        return error.errno not in DISK_FULL
+    return True
+
+
 def entry() -> NoReturn:
-    """Entry point of the console script and of `python -m megasync`. Both import rewards from the working folder."""
+    """Of the console script and of `python -m megasync` (__main__.py). Both import rewards from the working folder."""
     if sys.getfilesystemencoding() == "ascii":  # as by LC_ALL=C with PYTHONUTF8=0: names that are not ASCII could not be opened
         os.execve(sys.executable, sys.orig_argv, {"PYTHONIOENCODING": "ascii"} | os.environ | {"PYTHONUTF8": "1"})  # noqa: S606
-    repair_output()
+    survive_closed_output("stderr")
     try:
         here = Path.cwd()
     except FileNotFoundError:
@@ -156,6 +180,8 @@ def entry() -> NoReturn:
         remedy = f"rename {files}: Python searches the working folder first and would import it instead of the library"
         print(explain(f"{here} holds {files}", remedy=remedy), file=sys.stderr)
         sys.exit(REFUSED)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on main catches it
     if sys.argv[1:2] == ["train"]:  # may be a rank, with threads that can keep a process from ending
         run_and_leave(main)
     sys.exit(main(sys.argv[1:]))

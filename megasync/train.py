@@ -12,7 +12,6 @@ Leaves out the loops (loop.py).
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import shlex
 import shutil
@@ -27,7 +26,7 @@ from megasync.checks.data import ask_vllm
 from megasync.checks.own_answers import OwnScores, score_own_answers, try_judges
 from megasync.checks.preview import preview
 from megasync.checks.unused import unused_keys
-from megasync.config.errors import main_errors
+from megasync.config.errors import DISK_FULL, main_errors
 from megasync.config.files import lock, newest_checkpoint, refuse_if_locked
 from megasync.config.load import load_config
 from megasync.config.schema import Config
@@ -53,7 +52,6 @@ EXAMPLES = """examples:
   megasync train --check configs/smollm2.yaml                             # what would start; nothing does
   megasync train configs/smollm2.yaml                                     # on this machine's GPUs or CPU
   megasync train configs/smollm2.yaml run.name=slower engine.optimizer.learning_rate=1e-5"""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str]) -> int:

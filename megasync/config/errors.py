@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 SPEAKER_SECONDS = 10.0  # the other ranks wait this long for the speaking rank to print the error
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MIN_SIMILARITY = 0.65  # of two names, for one to be a misspelling of the other
 MIN_LENGTH_RATIO = 0.7  # of the shorter name to the longer one
 HEADLINE = re.compile(r"(?:.*?/config\.json: )?([a-z_]\w*(?:\.[\w*]+)*)(?: = (\{.*\}|\[.*\]|.*?))?(?:: | is not set)", re.DOTALL)
@@ -195,6 +196,6 @@ def explain_os_error(error: OSError) -> str:
     if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
         remedy = "restore the target, or replace the link by a file"
         return explain(f"{path}: is a link to {path.readlink()}, which does not exist", remedy=remedy)
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = error.errno in DISK_FULL
     remedy = "free space there, or name a file on another disk" if is_full else "name a file that this user can read or write"
     return explain(f"{error.filename2 or error.filename}: {error.strerror}", remedy=remedy)

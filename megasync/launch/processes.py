@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megasync.config.errors import DISK_FULL
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 INTERRUPTED, TERMINATED, HUNG_UP = 130, 143, 129  # the exit codes of shells for Ctrl-C, SIGTERM and SIGHUP
 ENDING = (
@@ -157,7 +159,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in DISK_FULL:
                 return len(data)
             if error.errno not in self._unread:
                 raise
@@ -167,12 +169,12 @@ class _Output(io.FileIO):
             return super().write(data)
 
 
-def survive_closed_output() -> None:
+def survive_closed_output(*names: str) -> None:
     """Discard output from now on once its reader is gone: `| head -1`, a `tee` that has ended, the closed terminal of a run in
-    the background.
+    the background. `names`: of stdout and stderr; none: both.
     """
     repair_output()
-    for name in ("stdout", "stderr"):
+    for name in names or ("stdout", "stderr"):
         own = getattr(sys, name)
         own.flush()
         output = io.BufferedWriter(_Output(own.fileno()))

@@ -169,6 +169,36 @@ sys.exit(cli.main(["generate"]))
     assert bool(said) == (ends != "head")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_whose_disk_is_full_is_named(unbuffered: str) -> None:
+    """And of messages that have no room the exit code stays."""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    for arguments in (["--version"], ["render", "slurm", "configs/grpo_fsdp.yaml", "--nodes", "2", "--gpus", "8"]):
+        command = [sys.executable, "-m", "megasync", *arguments]
+        with Path("/dev/full").open("w") as full:
+            own: dict[str, Any] = {"cwd": ROOT, "env": environment}
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, **own)
+            assert done.returncode == 1 and "No space left" in done.stderr and "remedy" in done.stderr, done.stderr
+            assert "Traceback" not in done.stderr
+            assert subprocess.run([*command[:3], "nothing"], stderr=full, check=False, **own).returncode == 2
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_sentence() -> None:
+    """A `site-packages` that imports on its own is not the command's; without it, and with the signal at the first import."""
+    script = """
+import importlib.abc, os, runpy, signal, sys
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "megasync.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["megasync", "--version"]
+runpy.run_module("megasync", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "megasync: interrupted\n")
+
+
 def test_the_help_of_the_command_imports_no_verb() -> None:
     """Nor a package, whose name a file of the working folder may have: these are looked for first."""
     script = "import sys; from megasync.cli import main; main(['--help']); print(sorted(sys.modules))"

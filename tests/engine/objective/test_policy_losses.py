@@ -229,6 +229,20 @@ def test_advantages_are_those_of_plain_formulas(name: str, batch: AdvantageInput
     assert list(ADVANTAGES[name](batch)) == pytest.approx(plain_advantages(name, batch), rel=1e-6, abs=1e-6)
 
 
+def test_gdpo_tells_apart_what_a_sum_of_rewards_does_not() -> None:
+    """The collapse that its paper is about (arXiv:2601.05242): of one prompt rewards (0, 0) and (0, 1), of another (0, 0) and
+    (1, 1). GRPO normalises both sums to (-0.7071, 0.7071); here the second is (-1.4142, 1.4142), and both are divided by
+    (5 / 3) ** 0.5, their deviation over the batch.
+    """
+    parts = np.array([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    groups, given = np.array([0, 0, 1, 1]), {"lengths": np.ones(4, np.int64), "config": AlgorithmConfig()}
+    batch = AdvantageInput(rewards=parts.sum(1), groups=groups, parts=parts, part_weights=(1.0, 1.0), **given)
+    unit = 0.5**0.5
+    assert list(ADVANTAGES["group"](batch)) == pytest.approx([-unit, unit] * 2, abs=1e-5)
+    unit /= (5 / 3) ** 0.5
+    assert list(ADVANTAGES["gdpo"](batch)) == pytest.approx([-unit, unit, -2 * unit, 2 * unit], abs=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------ the user's own
 
 
