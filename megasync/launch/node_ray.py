@@ -11,7 +11,7 @@ from typing import Any
 from megasync.launch.devices import devices_for_ray, visible_devices
 from megasync.launch.head_store import HeadStore
 from megasync.launch.members import Node
-from megasync.launch.ray_cluster import RayNode, authentication, free_port, node_of_run
+from megasync.launch.ray_cluster import WORKER_ENVIRONMENT, RayNode, authentication, free_port, node_of_run
 from megasync.launch.scope import RAY_ADDRESS
 
 PLACE_KEY = "ray"
@@ -36,7 +36,7 @@ class NodeRay:
         else:
             self._place = self._store.get(PLACE_KEY)
         if self._place is not None:
-            os.environ |= self._place["environment"]
+            os.environ |= self._place["environment"] | WORKER_ENVIRONMENT  # also for the ranks, which connect to it
             gpus = devices_for_ray(visible_devices(), self._node.num_ranks, is_colocated=False) or ()
             self._process = node_of_run(self._node.address, gpus, self._place["address"])
 

@@ -43,7 +43,11 @@ AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 # By itself Ray starts a worker for each core, which our actors cannot use, since each gets an environment of its own; and it
 # gives its workers a niceness of 15, with which a replica does not start in time on cores that others have work for. Once it has
 # started it yields some of them by itself (bridge/vllm/serving/api.py:yield_cores).
-WORKER_ENVIRONMENT = {"RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0"}
+WORKER_ENVIRONMENT = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_task_events_report_interval_ms": "0",  # no record of each call, which the GCS would keep: 4 KB each
+}
 # `ray start` waits for its actors to leave, which ours never do by themselves (ray 2.60.0 _private/node.py:666).
 NO_DRAINING = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 FREE_PORTS = range(20000, 32000)  # below: Ray's worker ports; above: ip_local_port_range

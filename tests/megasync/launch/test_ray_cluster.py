@@ -13,7 +13,7 @@ from megasync.launch import ray_cluster
 from tests.support.ranks import ROOT
 
 TWICE = """
-import ray, os
+import ray, os, time
 from megasync.launch.ray_cluster import start_ray
 def ours():
     import bridge
@@ -24,6 +24,8 @@ for named in ({"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_T
     stop = start_ray("local")
     print(ray.get(ray.remote(num_cpus=1)(lambda: os.nice(0)).remote()), len(os.environ.get("RAY_AUTH_TOKEN", "")))
     print(ray.get(ray.remote(num_cpus=0)(ours).remote()))
+    time.sleep(1.5)  # longer than its processes wait with what they report
+    print(len(ray.timeline()))
     stop()
     try:
         ray.remote(lambda: 1).remote()
@@ -39,8 +41,8 @@ def test_a_ray_of_our_own_has_a_token_of_its_own(tmp_path: Path) -> None:
     """Twice in one process, whatever the user set after ray had been imported: a mode alone, and a token; in ~/.ray nothing is
     written or read.
 
-    What it runs has this process's priority: a replica would starve beside a trainer's rank on the same cores. Once it has ended,
-    no call starts another one.
+    What it runs has this process's priority: a replica would starve beside a trainer's rank on the same cores. It keeps no
+    record of calls, which would grow with each sample. Once it has ended, no call starts another one.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     (tmp_path / "bridge.py").write_text("raise RuntimeError('a file of the user's')")  # where it starts
@@ -55,7 +57,7 @@ def test_a_ray_of_our_own_has_a_token_of_its_own(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     ours = str(ROOT / "bridge" / "__init__.py")
-    reported = [([f"{os.nice(0)} {digits}", ours, "RaySystemError False"], names) for digits, names in NAMED]
+    reported = [([f"{os.nice(0)} {digits}", ours, "0", "RaySystemError False"], names) for digits, names in NAMED]
     assert run.stdout.splitlines() == [line for lines, names in reported for line in (*lines, str(names))]
     assert not (tmp_path / ".ray").exists()
 
