@@ -76,7 +76,7 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the verb and returns its exit code; INTERRUPTED after Ctrl-C, UNREAD if the reader closed the output, 1 if its disk is
+    """Runs the verb and returns its exit code; INTERRUPTED after Ctrl-C, UNREAD if the reader closed the output, 1 if a disk is
     full.
     """
     try:
@@ -94,11 +94,14 @@ def main(arguments: Sequence[str]) -> int:
             raise  # of another pipe
         code = UNREAD
     except OSError as error:
-        if error.errno not in DISK_FULL or _has_room():
-            raise  # of another file
-        remedy = "free space there, or write the output to another disk"
-        print(explain(f"the output of this command: {error.strerror}", remedy=remedy), file=sys.stderr)
-        code = 1
+        if error.errno not in DISK_FULL:
+            raise
+        has_room, code = _has_room(), 1
+        file = (error.filename or "a file that it writes") if has_room else "its output"
+        remedy = "free space on that disk, or write to another one"
+        print(explain(f"megasync {arguments[0]}: {file}: {error.strerror}", remedy=remedy), file=sys.stderr)
+        if has_room:
+            return code
     else:
         return code
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # later writes are discarded

@@ -78,7 +78,7 @@ async def rewarded(client: Client, step: int) -> list[str]:
     """Responses of the version of now, two to each of three prompts, are trained on."""
     sent = await client.ask("save_weights_for_sampler", sampling_session_seq_id=step)
     session = json.loads(await client.fetch(sent))["sampling_session_id"]
-    prompts = [[5, 6, 7 + step + number] for number in range(3)]
+    prompts = [[5, 6, 7 + (step + number) % 100] for number in range(3)]
     answers = await asyncio.gather(*(client.sample(session, 1 + number, each) for number, each in enumerate(prompts)))
     names = []
     for prompt, answer in zip(prompts, answers, strict=True):

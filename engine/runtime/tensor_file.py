@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +31,30 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
     """
     path.touch()  # so the umask is asked without being set, which other threads would see
     mode = path.stat().st_mode & 0o777
-    try:
+    with _os_errors(path):
         save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a model of transformers, whose `save_pretrained` leaves weights as safetensors does.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    with _os_errors(folder):
+        model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", path)
+
+
+@contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """The system's errors inside of those of safetensors, with the name of `path`."""
+    try:
+        yield
     except SafetensorError as error:
         code = OS_ERROR.search(str(error))
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-    path.chmod(mode)
-
-
-def save_model(model: Any, folder: Path) -> None:
-    """Write a model of transformers, whose `save_pretrained` leaves weights as safetensors does."""
-    model.save_pretrained(folder)
-    for path in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +183,17 @@ def test_output_whose_disk_is_full_is_named(unbuffered: str) -> None:
             assert done.returncode == 1 and "No space left" in done.stderr and "remedy" in done.stderr, done.stderr
             assert "Traceback" not in done.stderr
             assert subprocess.run([*command[:3], "nothing"], stderr=full, check=False, **own).returncode == 2
+
+
+def test_a_full_disk_of_another_file_is_named(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "verb", SimpleNamespace(main=fails))
+    monkeypatch.setitem(cli.MODULES, "report", "verb")
+    assert cli.main(["report"]) == 1
+    said = capfd.readouterr().err
+    assert "megasync report: a file that it writes: No space left on device" in said
 
 
 def test_ctrl_c_while_the_command_is_imported_is_one_sentence() -> None:

@@ -36,7 +36,7 @@ from megasync.tools.quickstart.command import (
     show_summary,
     warm_up_phase,
 )
-from tests.support.file_limit import umask
+from tests.support.file_limit import file_limit, umask
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -321,3 +321,10 @@ def test_assets_that_cannot_be_written_are_refused(
         write_any_assets([each.replace("{file}", str(file)) for each in arguments])
     assert stop.value.code == 2 and reported.replace("{file}", str(file)) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 400_000])  # less than the data, less than the model
+def test_assets_on_a_full_disk_name_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bytes: int) -> None:
+    with pytest.raises(SystemExit) as stop, file_limit(num_bytes):
+        write_any_assets(["--to", str(tmp_path), "--shapes", "tiny"])
+    assert stop.value.code == 2 and f"{tmp_path}" in (said := capsys.readouterr().err) and "File too large" in said, said

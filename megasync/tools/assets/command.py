@@ -155,15 +155,22 @@ def main(arguments: Sequence[str]) -> int:
             lines = generate_task(given.task, options, num_train, num_held_out, given.seed)
             message = f"--task {given.task}: all of its questions are held out"
             refuse_if(not lines[0], message, remedy="write a larger --num-train, or options for more questions")
-        if given.model:
-            assets = write_data(given.to, *split_sums(given.seed))
-            write_smollm2(assets.model, given.dtype)
-        else:
-            assets = write_assets(given.to, given.seed, given.dtype, given.shapes, given.mean_response_tokens)
-        if given.task:
-            write_data(given.to, *lines)
+        try:
+            assets = _write(given, lines if given.task else None)
+        except OSError as error:  # that of a full disk names no file
+            raise OSError(error.errno, error.strerror, error.filename or str(given.to)) from error
     print(f"model.path={assets.model} data.train={assets.train} data.eval={assets.held_out}")
     return 0
+
+
+def _write(given: argparse.Namespace, lines: tuple[Lines, Lines] | None) -> Assets:
+    """`lines`: of a task, in place of sums."""
+    if given.model:
+        assets = write_data(given.to, *split_sums(given.seed))
+        write_smollm2(assets.model, given.dtype)
+    else:
+        assets = write_assets(given.to, given.seed, given.dtype, given.shapes, given.mean_response_tokens)
+    return write_data(given.to, *lines) if lines else assets
 
 
 def _option(text: str) -> tuple[str, Any]:
