@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,18 +69,25 @@ class RunLog:
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Writes responses of step `step`, or of an evaluation after `step` steps."""
-        if file := self._files.get(SAMPLES_FILE):
+        if lines and (file := self._file(SAMPLES_FILE)):
             file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
             file.flush()
         for logger in self._loggers if lines else ():
             logger.samples(step, lines)
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
-        if file := self._files.get(name):
+        if file := self._file(name):
             file.write(json_text({"step": step, **values}) + "\n")
             file.flush()
         for logger in self._loggers:
             logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
+
+    def _file(self, name: str) -> TextIO | None:
+        """None on a rank that writes no files. RuntimeError where it was deleted: nobody could read what it takes from now on."""
+        file, path = self._files.get(name), self._folder / name
+        if file is not None and not os.fstat(file.fileno()).st_nlink and not path.exists():
+            raise RuntimeError(f"{path}: was deleted while the run wrote it")
+        return file
 
     def note(self, text: str) -> None:
         """Prints one line on the terminal, above the progress display; no file gets it."""

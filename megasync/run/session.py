@@ -147,7 +147,7 @@ class Session(ABC):
         with self.timer.phase("evaluation"):
             found = self.find_metrics(step)
         self.evaluated[step] = found
-        self.log.evaluation(step, found)
+        on_rank_zero(lambda: self.log.evaluation(step, found))
         return found.get("eval/accuracy")
 
     @abstractmethod

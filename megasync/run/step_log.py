@@ -128,7 +128,7 @@ class StepLog:
         """The step's line in metrics.jsonl; then the callbacks. Collective.
 
         Raises:
-            RankZeroError: a callback raised; on every rank.
+            RankZeroError: the line cannot be written, or a callback raised; on every rank.
         """
         times = self.timer.flush(generates=self.config.algorithm.name == "grpo")
         seconds = times["step/seconds"] - times["step/evaluation_seconds"] - times["step/checkpoint_seconds"]
@@ -137,7 +137,7 @@ class StepLog:
         if is_first and uses_kernels and (problem := fused.problem()):
             self.log.note(problem)
         line = {"version": step + 1, **metrics, **times, **memory.memory_metrics(), **self._in_training}
-        self.log.step(step + 1, line)
+        on_rank_zero(lambda: self.log.step(step + 1, line))
         if self.callbacks:
             result = StepResult(step + 1, line, self.config.run.folder, self.config)
             on_rank_zero(lambda: call_back(self.callbacks, result))
@@ -155,7 +155,11 @@ class StepLog:
         self._lines = rollout.lines
 
     def samples(self, step: int, rollout: RolloutBatch, trained: Sequence[MiniBatch]) -> None:
-        """The step's first responses, with the log-probs of both sides. Collective. The batch has just been trained."""
+        """The step's first responses, with the log-probs of both sides. Collective. The batch has just been trained.
+
+        Raises:
+            RankZeroError: they cannot be written; on every rank.
+        """
         if self.config.rollout.is_colocated and (taken := memory.device_bytes()):
             self._in_training = {TRAINING_DEVICE: float(taken)}
         columns, number = rollout.samples.columns, min(self.config.run.log_samples, self.config.data.batch_size)
@@ -165,7 +169,7 @@ class StepLog:
             log_probs = iter(self.engine.old_log_probs(trained, rollout.samples, chosen))
             by_member = [list(islice(log_probs, len(of_member))) for of_member in rows]
             lines = [with_trainer_log_probs(*each) for each in zip(lines, by_member, strict=True)] if lines else []
-        self.log.samples(step + 1, lines)
+        on_rank_zero(lambda: self.log.samples(step + 1, lines))
 
     def give_up(self, step: int) -> None:
         """The lines of a step that failed. Not collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 import time
 from contextlib import closing
@@ -116,6 +117,21 @@ def test_tensorboard_events_can_be_read(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert [(event.step, event.value) for event in events.Scalars("eval/reward")] == [(3, 0.75)]
     assert set(events.Tags()["scalars"]) == {"reward/mean", "eval/reward"}
+
+
+def test_a_run_whose_folder_is_deleted_says_so(tmp_path: Path) -> None:
+    """Before a logger fails in its own words; a file that an editor has put in its place is no reason to end."""
+    with log_of(tmp_path / "run", tensorboard=True) as log:
+        log.step(1, {"reward/mean": 0.5})
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        metrics.unlink()
+        metrics.touch()
+        log.step(2, {"reward/mean": 0.5})
+        shutil.rmtree(tmp_path / "run")
+        log.samples(3, [])  # as a step that fails does
+        for write in (lambda: log.step(3, {}), lambda: log.evaluation(3, {}), lambda: log.samples(3, [{"set": "train"}])):
+            with pytest.raises(RuntimeError, match=r"\w+\.jsonl: was deleted while the run wrote it"):
+                write()
 
 
 def test_summary(tmp_path: Path) -> None:
