@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -69,18 +70,28 @@ class RunLog:
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Writes responses of step `step`, or of an evaluation after `step` steps."""
-        if lines and (file := self._file(SAMPLES_FILE)):
-            file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
-            file.flush()
-        for logger in self._loggers if lines else ():
-            logger.samples(step, lines)
+        with self._named_errors():
+            if lines and (file := self._file(SAMPLES_FILE)):
+                file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
+                file.flush()
+            for logger in self._loggers if lines else ():
+                logger.samples(step, lines)
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
-        if file := self._file(name):
-            file.write(json_text({"step": step, **values}) + "\n")
-            file.flush()
-        for logger in self._loggers:
-            logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
+        with self._named_errors():
+            if file := self._file(name):
+                file.write(json_text({"step": step, **values}) + "\n")
+                file.flush()
+            for logger in self._loggers:
+                logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """An OSError of a full disk gets the name of the run's folder, as it has none."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from error
 
     def _file(self, name: str) -> TextIO | None:
         """None on a rank that writes no files. RuntimeError where it was deleted: nobody could read what it takes from now on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import threading
 import time
@@ -26,7 +27,7 @@ from megasync.report.log import (
     write_summary,
 )
 from megasync.report.timeline import Timeline
-from tests.support.file_limit import umask
+from tests.support.file_limit import file_limit, umask
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -132,6 +133,15 @@ def test_a_run_whose_folder_is_deleted_says_so(tmp_path: Path) -> None:
         for write in (lambda: log.step(3, {}), lambda: log.evaluation(3, {}), lambda: log.samples(3, [{"set": "train"}])):
             with pytest.raises(RuntimeError, match=r"\w+\.jsonl: was deleted while the run wrote it"):
                 write()
+
+
+def test_a_full_disk_is_named_by_the_runs_folder(tmp_path: Path) -> None:
+    log = log_of(tmp_path).thing  # its files cannot be closed while there is no room
+    with file_limit(100):
+        for write in (lambda: log.step(1, {"x": "y" * 200}), lambda: log.samples(1, [{"x": "y" * 200}])):
+            with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+                write()
+    log.close()
 
 
 def test_summary(tmp_path: Path) -> None:
