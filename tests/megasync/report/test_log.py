@@ -136,12 +136,10 @@ def test_a_run_whose_folder_is_deleted_says_so(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_by_the_runs_folder(tmp_path: Path) -> None:
-    log = log_of(tmp_path).thing  # its files cannot be closed while there is no room
-    with file_limit(100):
+    with log_of(tmp_path) as log, file_limit(100):
         for write in (lambda: log.step(1, {"x": "y" * 200}), lambda: log.samples(1, [{"x": "y" * 200}])):
             with pytest.raises(OSError, match=re.escape(str(tmp_path))):
                 write()
-    log.close()
 
 
 def test_summary(tmp_path: Path) -> None:
