@@ -243,7 +243,8 @@ class ReplicaActors(ActorLauncher):
 
     def drain_notes(self) -> list[str]:
         """Notes since the last call: of replicas that started, and errors of those that did not."""
-        drained, self._notes = self._notes, []
+        drained = self._notes[:]
+        del self._notes[: len(drained)]  # threads may have appended others meanwhile
         return drained
 
     def rejoin(self, at_least: int, seconds: float) -> bool:

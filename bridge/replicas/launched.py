@@ -37,6 +37,7 @@ PING_SECONDS = 1.0
 # vLLM's text where a signal has ended an engine while it started (vllm/v1/engine/utils.py:wait_for_engine_startup). Without a
 # process where its exit code could not be read yet: its pipe closes a moment before.
 KILLED = re.compile(r"Failed core proc\(s\): \{(\}|.*: -\d+)")
+MAX_CALLS = 100_000  # at a time in an actor; behind so many that wait, Ray would hold back the call that they wait for
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 
@@ -147,7 +148,7 @@ class ActorLauncher:
         actor_class: Any = ray.remote(self.replica_class)
         actors = {}
         for replica in replicas:
-            options = placement_options(self.config, replica, cuda=cuda) | {"num_cpus": 0, "max_concurrency": 1000}
+            options = placement_options(self.config, replica, cuda=cuda) | {"num_cpus": 0, "max_concurrency": MAX_CALLS}
             if replica in self._groups:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._groups[replica], 0)
             handle = actor_class.options(**options).remote(replica, self.config, serves_folder=serves_folder)

@@ -230,10 +230,12 @@ class SampledOrder:
 
     def observe(self, step: int, rewards: Iterable[tuple[int, Sequence[float]]]) -> None:
         """These prompts, by ordinal, are done with; `step` trains them, or has discarded them."""
-        visits = [Visit(self._drawn.pop(ordinal), step, tuple(own)) for ordinal, own in sorted(rewards)]
+        done = {ordinal: Visit(self._drawn[ordinal], step, tuple(own)) for ordinal, own in sorted(rewards)}
         if (look := getattr(self.sampler, "observe", None)) is not None:
             with self._own("observe"):
-                look(visits)
+                look([*done.values()])
+        for ordinal in done:
+            del self._drawn[ordinal]
 
     def state(self) -> str:
         """The sampler's, and the prompts that are drawn and not done with."""

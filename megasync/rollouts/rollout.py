@@ -176,6 +176,7 @@ class Rollouts:
         Raises:
             OSError: the record of the step before it could not be written.
         """
+        self.stream.mark_trained()
         if self._unrecorded:
             self.records.write(step, self._unrecorded, {"episode": self.identity, "version": step - 1})
             self._unrecorded = []

@@ -55,12 +55,13 @@ class RolloutStream:
         self.settings, self.make_group, self.score, self.note = settings, make_group, score, note
         self.is_worth_training = is_worth_training
         self.step = 0  # the next to be trained
-        self.num_begun = self.num_trained = 0  # the first ordinal that was never admitted; how many groups were taken
+        self.num_begun = self.num_trained = 0  # the first ordinal that was never admitted; how many groups were trained
         self._num_aborted = self._num_filtered = 0
         self._counted = 0, 0  # of these, by take_counts
         self.lead = PrefetchController(settings.max_staleness + 1)
         self._taken_seconds: float | None = None  # when the last batch was
         self._groups: dict[int, Group] = {}  # admitted, neither taken nor discarded
+        self._taken: list[Group] = []  # the batch that was taken last, until it is trained
         self._done: set[int] = set()  # of these, groups whose samples all have their rewards
         self._again: list[int] = []  # ordinals below `num_begun` that are to be admitted again
         self._owed: set[int] = set()  # aborted ones of these and of `_groups`: the next batch waits for them
@@ -215,14 +216,15 @@ class RolloutStream:
         Raises:
             RuntimeError, or what a reward raised: the stream cannot continue; also where nothing runs that could be in the batch.
         """
+        self.mark_trained()
         begin_seconds = self.events.loop.time()
         batch = await self._wait_for(lambda: self._choose(step))
         if batch is None:
             return None
+        self._taken = batch
         if self.settings.oversample > 1:
             await self._abort_rest()
         self.step = step + 1
-        self.num_trained += len(batch)
         before, self._taken_seconds = self._taken_seconds, self.events.loop.time()
         if before is not None:  # nothing could be ready for the first
             wait_share = (self._taken_seconds - begin_seconds) / (self._taken_seconds - before)
@@ -230,6 +232,10 @@ class RolloutStream:
         self._fill()
         self.dispatcher.feed()
         return batch
+
+    def mark_trained(self) -> None:
+        """The batch that was taken last is trained: a checkpoint has it no longer. From any thread."""
+        self.num_trained, self._taken = self.num_trained + len(self._taken), []
 
     async def _abort_rest(self) -> None:
         """The groups that are left begin again in the next step, before any other."""
@@ -314,9 +320,10 @@ class RolloutStream:
         return [[completion for completion in group.completions if completion is not None] for group in groups]
 
     async def progress(self, *, with_samples: bool = True) -> Progress:
-        """For a run that resumes here. Groups that were discarded will not be trained."""
+        """For a run that resumes here. Groups that were discarded will not be trained; a batch that is not trained yet will."""
         playing = self._episodes.playing if self._episodes is not None else lambda _: {}
-        groups = [group.saved(playing(group)) if with_samples else SavedGroup(group.key) for group in self._groups.values()]
+        kept = [*self._taken, *self._groups.values()]
+        groups = [group.saved(playing(group)) if with_samples else SavedGroup(group.key) for group in kept]
         groups += [SavedGroup(ordinal) for ordinal in self._again]
         groups.sort(key=lambda group: group.key)
         return Progress(self.num_trained, self.num_begun, self.dispatcher.expected_tokens, tuple(groups))

@@ -124,9 +124,11 @@ class ServedPool:
         limit, answer = self.pool.config.answer_timeout_seconds, asyncio.wrap_future(ref.future())
         try:
             while not (await asyncio.wait([answer], timeout=SIGN_SECONDS))[0]:
-                async with asyncio.timeout(limit):
-                    silent = await asyncio.wrap_future(self.pool.ask_silence(replica).future())
-                if silent > limit:
+                silence = asyncio.wrap_future(self.pool.ask_silence(replica).future())
+                await asyncio.wait([answer, silence], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                is_silent = not silence.done() or silence.result() > limit
+                silence.cancel()
+                if is_silent and not answer.done():
                     raise TimeoutError(f"its vLLM gave no answer for {limit:g} s")
             return answer.result()
         finally:

@@ -258,7 +258,7 @@ def serve(worker: Worker, front: RankZero[Front], done: int) -> None:
 
 def next_work(front: Front, present: Mapping[str, int]) -> Work:
     """Samples need no other rank: they are sent off here."""
-    while (work := front.desk.queue.next_work({} if front.sampling.lost else present)).kind == "sample":
+    while (work := front.desk.queue.next_work(lambda: {} if front.sampling.lost else present)).kind == "sample":
         front.sampling.start(work.requests, present)
     return work
 

@@ -84,8 +84,8 @@ class WorkQueue:
         with self._changed:
             return any(each.call.version == version for each in (*self._samples, *self._in_flight))
 
-    def next_work(self, present: Mapping[str, int]) -> Work:
-        """Waits for it. `present`: the versions that the replicas have, with their slots.
+    def next_work(self, present: Callable[[], Mapping[str, int]]) -> Work:
+        """Waits for it. `present`: the versions that the replicas have by now, with their slots.
 
         Samples of those go first, since nothing waits for them. Of all else the oldest is first.
         """
@@ -95,7 +95,7 @@ class WorkQueue:
                     raise self._failure
                 if self._is_ended:
                     return Work("end")
-                if (work := self._choose(present)) is not None:
+                if (work := self._choose(present())) is not None:
                     return work
                 self._changed.wait(max(0.0, self._wait_end - time.monotonic()) if self._wait_end else None)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import json, os, signal, sys, time
+import asyncio, json, os, signal, sys, time
 from pathlib import Path
 import ray
 from bridge.config import ReplicaConfig
@@ -29,7 +29,12 @@ class Light(Replica):
             first.touch()
             if self.index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+        self.gate = asyncio.Event()
         return os.getpid()
+    async def hand_in(self, groups, num_collects):
+        await self.gate.wait()
+    async def resume(self):
+        self.gate.set()
     async def notes(self):
         return []
     async def close(self):
@@ -42,6 +47,10 @@ found = {}
 stop = start_ray("local")
 actors = LightActors.start(ReplicaConfig("", "float32", start_timeout_seconds=120.0), 2)
 found["members"], found["notes"] = actors.members, actors.drain_notes()
+actor = actors._actors[0].handle
+waiting = [actor.hand_in.remote([], 0) for _ in range(1500)]
+ray.get(actor.resume.remote(), timeout=60)
+found["answered"] = len(ray.get(waiting, timeout=60))
 raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
 os.kill(raylet.pid, signal.SIGKILL)
 begin = time.monotonic()
@@ -65,4 +74,5 @@ def test_a_replica_that_is_killed_while_it_starts_is_tried_again_and_a_lost_rayl
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["members"] == [0, 1] and "attempt 1 of 3" in found["notes"][0]
     assert f"the raylet of this run's Ray, process {found['raylet']}, has ended (SIGKILL)" in found["error"]
+    assert found["answered"] == 1500, "calls that wait in an actor do not keep out the one that they wait for"
     assert found["seconds"] < 15

@@ -5,6 +5,7 @@ python -m pytest tests/megasync/data/test_samplers.py
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -231,6 +232,15 @@ def test_a_class_of_ones_own_gives_the_prompts() -> None:
     check_sampler(data, EXAMPLES, 0)
     order = SampledOrder(data, EXAMPLES, 0)
     assert [order.index(ordinal) for ordinal in range(12)] == [*range(2, 12), 0, 1]
+
+
+def test_prompts_of_a_sampler_that_fails_are_still_drawn() -> None:
+    """A checkpoint that is written then trains them."""
+    order = SampledOrder(data_of(f"{__name__}:BreaksLater"), EXAMPLES, 0)
+    drawn = [order.index(ordinal) for ordinal in range(4)]
+    with pytest.raises(ConfigError, match="observe raised"):
+        order.observe(1, [(ordinal, (0.0, 1.0)) for ordinal in range(4)])
+    assert [order.index(ordinal) for ordinal in range(4)] == drawn and len(json.loads(order.state())["drawn"]) == 4
 
 
 @pytest.mark.parametrize(

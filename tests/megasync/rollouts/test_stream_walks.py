@@ -98,6 +98,10 @@ class Walk:
                 await self._publish(stream, pool, step)
             self._check(groups, ways, step, stream.take_counts()[1])
             assert stream.take_counts() == (0, 0), "each is counted once"
+            if step + 1 == checkpoint < own.num_steps and source.random() < 0.3:  # an error before the batch is trained
+                self.progress, self.step, self.trained = await stream.progress(), step, list(taken)
+                checkpoint = 0
+            stream.mark_trained()
             taken += [(group.key, step) for group in groups]
             await asyncio.sleep(source.choice((0.01, 1.0, 20.0)))
             await self._publish(stream, pool, step + 1)

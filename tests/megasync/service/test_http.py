@@ -53,7 +53,7 @@ class Running:
         self.worker.start()
 
     def _work(self) -> None:
-        while (work := self.desk.queue.next_work({"": 0})).kind != "end":
+        while (work := self.desk.queue.next_work(lambda: {"": 0})).kind != "end":
             for request in work.requests:
                 self.done.append((request.call.kind, request.call.scope))
                 self.desk.finish_all([(request, self.result or as_json({"number": request.number}))])

@@ -36,14 +36,14 @@ def test_sessions_and_steps(tmp_path: Path) -> None:
     found = usage.report()["sessions"]
     assert (found[name]["waiting"], found["none"]["waiting"]) == (4, 1)
     for _ in range(5):
-        for request in (work := desk.queue.next_work({"": 0})).requests:
+        for request in (work := desk.queue.next_work(lambda: {"": 0})).requests:
             if work.kind == "sample":
                 assert usage.report()["sessions"]["none"]["in_flight"] == 1
             result = done[request.call.kind]
             usage.count(request, result)
             desk.finish_all([(request, result)])
     desk.submit("optim_step", step_body(model, 4), "p")
-    usage.count(desk.queue.next_work({"": 0}).requests[0], error("its norm is nan", "user"))
+    usage.count(desk.queue.next_work(lambda: {"": 0}).requests[0], error("its norm is nan", "user"))
     found = usage.report()
     mine = {"passes": 2, "trained_tokens": 10, "steps": 1, "samples": 0, "sampled_tokens": 0, "errors": 1}
     assert found["sessions"][name] == {**mine, "waiting": 0, "in_flight": 0}
