@@ -45,6 +45,7 @@ class Reader:
     frozen_unembed: bool
     is_full: bool = False  # all parameters are trained
     sessions: set[str] = field(default_factory=set)
+    finished: set[str] = field(default_factory=set)  # some of these
     models: set[str] = field(default_factory=set)  # all requested ones, created or refused
     samplers: dict[str, str] = field(default_factory=dict)  # sampling sessions and their versions
 
@@ -56,6 +57,8 @@ class Reader:
         """Call it for each that `read` gave and that was accepted. `name`: the request's."""
         if call.kind == "create_session":
             self.sessions.add(name)
+        elif call.kind == FINISH:
+            self.finished.add(call.scope.partition(":")[0])
         elif call.kind == "create_sampling_session":
             self.samplers[call.scope + f":{call.seq}"] = call.version
         elif call.kind in ("create_model", "load_weights"):

@@ -138,7 +138,13 @@ class Desk:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _check_place(self, call: Call) -> None:
-        """BadRequestError for a training request out of its client's order, and for weights that samples need."""
+        """BadRequestError for a training request out of its client's order or session, and for weights that samples need."""
+        session = call.scope.partition(":")[0]
+        if call.kind in TRAINING and session in self.reader.finished:
+            raise BadRequestError(
+                f"session_id = {session!r}: it is finished, by its client or after silence (service.silent_seconds), and its "
+                "models are gone; create another session, and load saved weights there"
+            )
         last = self._last_seq.get(call.scope, -1)
         if call.kind in TRAINING and call.seq is not None and call.seq < last:
             raise BadRequestError(f"seq_id = {call.seq}: {call.scope} has sent {last} before; a client's requests come in order")

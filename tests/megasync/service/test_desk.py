@@ -82,6 +82,33 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     assert new.name not in {each.name for each in requests}
 
 
+def test_a_finished_session_gets_no_models(tmp_path: Path) -> None:
+    """They could not be freed: a session is finished once. What it asked for before is done, also after a restart."""
+    desk = start(tmp_path)
+    model = client(desk)
+    name = model.partition(":")[0]
+    saved = {"model_id": model, "seq_id": 1, "path": "a", "sampling_session_seq_id": 0}
+    desk.submit("save_weights_for_sampler", json.dumps(saved).encode(), "")
+    finish = json.dumps({"session_id": name}).encode()
+    number = desk.submit("finish_session", finish, "").number
+    new = {"session_id": name, "model_seq_id": 1}
+    load = {**new, "path": f"tinker://{model}/weights/a", "optimizer": True}
+    sample = {**json.loads(sample_body()), "base_model": None, "sampling_session_id": f"{name}:sample:0", "seq_id": 0}
+    for each in (desk, start(tmp_path)):
+        for kind, body in (
+            ("create_model", json.dumps(json.loads(model_body(name)) | new).encode()),
+            ("load_weights", json.dumps(load).encode()),
+            ("optim_step", step_body(model, 2)),
+        ):
+            with pytest.raises(BadRequestError, match=rf"^session_id = '{name}': it is finished"):
+                each.submit(kind, body, "")
+        assert each.submit("finish_session", finish, "").number == number
+        assert each.submit("create_model", model_body(name), "").order == 0
+        kinds = [each.queue.next_work({}).requests[0].call.kind for _ in range(3)]
+        assert kinds == ["create_model", "save_weights_for_sampler", "finish_session"]
+        assert each.submit("asample", json.dumps(sample).encode(), "").call.version == f"tinker://{model}/sampler_weights/a"
+
+
 def test_an_error_of_the_server_is_not_logged(tmp_path: Path) -> None:
     desk = start(tmp_path)
     name = session(desk)
