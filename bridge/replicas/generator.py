@@ -201,6 +201,19 @@ class Generator:
         for name in self._held:
             self._live[name].marks.append((counts[name], self._live[name].version))
 
+    async def give_up(self, slot: int) -> None:
+        """Fail the samples of `slot`, which changes: a sync into another slot broke off and holds them: they cannot end."""
+        error = RuntimeError(f"replica {self._index}: other weights replace those of the samples, after a sync that broke off")
+        chosen = {name: live for name, live in self._live.items() if live.slot == slot}
+        self._live = {name: live for name, live in self._live.items() if name not in chosen}
+        for live in chosen.values():
+            if live.answer is None:
+                self._problem = error
+                self._has_news.set()
+            elif not live.answer.done():
+                live.answer.set_exception(error)
+        await self._engine.abort(list(chosen), internal=True)
+
     async def resume(self) -> None:
         """Held requests continue under the version that is served now."""
         for name in self._held & self._live.keys():  # the output of others is on its way to us

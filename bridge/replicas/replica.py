@@ -176,6 +176,8 @@ class Replica:
             self._advance(event)
             if before is not ReplicaState.STALE:
                 await self._generator.pause(self._slot, drain=event is Event.SLEEP)
+            elif self.config.adapter_slots > 1:
+                await self._generator.give_up(self._slot)
         except BaseException:
             self._leave_sync()
             if self._state is not ReplicaState.FAILED:

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.export.adapter import AdapterSource, AdapterSpec
 from bridge.generation import NO_ADAPTER, Completion, GenerationRequest
-from bridge.messages import FOLDER_VERSION
+from bridge.messages import FOLDER_VERSION, BeginSync
 from bridge.send.publish import Publisher
 from tests.runs.sync_pools import own_ray
 from tests.support.replicas import OpenPool
@@ -124,4 +124,23 @@ def test_adapters_in_slots_are_as_alone(folder: Path, alone: list[list[Completio
     assert [each.token_ids[:12].tolist() for each in found] == [each.token_ids.tolist() for each in [*alone[1], *alone[0]]]
     assert {*np.concatenate([each.weight_versions for each in found])} == {1, FOLDER_VERSION}
     assert served.publisher.diff_with_replica(0) == ([], "")
+    served.pool.close()
+
+
+def test_a_broken_sync_mixes_no_adapters(folder: Path, alone: list[list[Completion]]) -> None:
+    """Of the samples that it holds those end with an error whose slot is next to change, and the others as alone."""
+    served = Served(folder, NUM_SLOTS)
+    served.bring(0, 0)
+    served.bring(2, 2)
+    lost, held = served.pool.generate(requests([0], 200)), served.pool.generate(requests([2], 200))
+    served.pool.pause(1)
+    with pytest.raises(RuntimeError):  # of a stream that was not offered
+        served.pool.gather(served.pool.receive(BeginSync(9, "", None, (1,), 1, ((),), 0, 0, 1, 0, True, 1.0, adapter={}, slot=1)))
+    assert served.pool.abort() == ([], [0])
+    served.bring(3, 0)
+    with pytest.raises(RuntimeError, match="a sync that broke off"):
+        lost.result()
+    found = [each[0].token_ids[:12].tolist() for each in held.result()]
+    assert found == [each.token_ids.tolist() for each in alone[3]]
+    assert [each[0].token_ids.tolist() for each in served.sample([0])] == [each.token_ids.tolist() for each in alone[4]]
     served.pool.close()
