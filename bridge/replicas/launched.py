@@ -42,7 +42,7 @@ UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 
 class ReplicaDiedError(RuntimeError):
-    """The actor of a replica, or its engine, was killed: another start may be well."""
+    """The actor of a replica, or its engine, was killed, or hangs: another start may be well."""
 
 
 def no_answer(replicas: Sequence[int], what: str, seconds: float) -> str:
@@ -81,7 +81,8 @@ def wait_while_alive(calls: Mapping[int, Any], ask: Callable[[int], Any], limit_
     `ask`: a reference to how long the replica's vLLM has owed an answer.
 
     Raises:
-        RuntimeError: one gave none for so long, or failed.
+        ReplicaDiedError: one gave none for so long, or died.
+        RuntimeError: one failed.
     """
     pings: dict[int, tuple[Any, float]] = {}  # those on their way, each with when it was sent
     waiting = list(calls.values())
@@ -91,7 +92,7 @@ def wait_while_alive(calls: Mapping[int, Any], ask: Callable[[int], Any], limit_
         late = [replica for replica, ref in calls.items() if ref in waiting]
         silent = [replica for replica in late if replica in pings and _is_silent(*pings[replica], limit_seconds)]
         if silent:
-            raise RuntimeError(no_answer(silent, what, limit_seconds))
+            raise ReplicaDiedError(no_answer(silent, what, limit_seconds))
         for replica in late:
             if replica not in pings or ray.wait([pings[replica][0]], timeout=0)[0]:
                 pings[replica] = ask(replica), time.monotonic()

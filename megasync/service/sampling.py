@@ -1,6 +1,7 @@
 """Sampling requests through the replicas, on rank 0: sent by the main thread, awaited by threads beside it.
 
-A request goes to one replica, in turns. Where that dies, the desk gets the request back, and the next sync has another replica.
+A request goes to one replica, in turns. Where that dies, or its vLLM gives no sign of life, the desk gets the request back, and
+the next sync has another replica.
 Leaves out which weights the replicas have (worker.py).
 """
 
@@ -14,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from bridge.generation import GenerationRequest
-from bridge.replicas.launched import ReplicaDiedError
+from bridge.replicas.launched import ReplicaDiedError, wait_while_alive
 from bridge.replicas.pool import ReplicaPool
 from megasync.service.bodies import SamplingParams
 from megasync.service.desk import Desk
@@ -44,6 +45,9 @@ class Sampling:
         for request in requests:
             members = self._pool.members
             replica = members[next(self._turns) % len(members)]
+            if replica in self.lost:  # the queue did not know
+                self._desk.queue.give_back(request)
+                continue
             arguments = request.call.arguments
             is_scored = arguments["has_prompt_log_probs"] or arguments["num_top"]
             slot = slots[request.call.version]
@@ -66,7 +70,9 @@ class Sampling:
 
     def _await(self, request: Request, replica: int, num_syncs: int, refs: Sequence[object]) -> None:
         try:
-            generated, *scored = self._pool.gather(list(refs), None, [replica] * len(refs), "sampling")
+            for ref in refs:
+                wait_while_alive({replica: ref}, self._pool.ask_silence, self._pool.config.answer_timeout_seconds, "sampling")
+            generated, *scored = self._pool.gather(list(refs))
         except Exception as failure:  # noqa: BLE001 # whatever Ray or vLLM raise
             if num_syncs == self.num_syncs and not isinstance(failure, ReplicaDiedError) and self._is_serving(replica):
                 self._finish(request, error(str(failure), "user"))
@@ -90,7 +96,8 @@ class Sampling:
     def _retry(self, request: Request, replica: int, num_syncs: int) -> None:
         if num_syncs == self.num_syncs:
             self.lost.add(replica)
-        if request.num_failures + 1 >= MAX_FAILURES:
+        request.num_failures += 1
+        if request.num_failures >= MAX_FAILURES:
             self._finish(request, error(f"{MAX_FAILURES} replicas failed at it", "server"))
         else:
             self._desk.queue.give_back(request)

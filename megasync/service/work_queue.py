@@ -118,7 +118,6 @@ class WorkQueue:
         """A sample that a replica did not finish waits again."""
         with self._changed:
             self._in_flight.discard(request)
-            request.num_failures += 1
             self._samples.append(request)
             self._changed.notify_all()
 
