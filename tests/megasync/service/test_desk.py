@@ -52,9 +52,9 @@ def test_a_repeated_request_is_the_same_one(tmp_path: Path) -> None:
     assert desk.submit("create_model", model_body(name), "b") is first  # by its place
     with pytest.raises(BadRequestError, match="seq_id"):
         desk.submit("create_model", model_body(name, rank=5), "c")
-    assert desk.queue.next_work({}).requests == [first]
+    assert desk.queue.next_work(dict).requests == [first]
     step = desk.submit("optim_step", step_body(f"{name}:train:0", 1), "d")
-    assert desk.queue.next_work({}).requests == [step]
+    assert desk.queue.next_work(dict).requests == [step]
 
 
 def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     bodies = [("create_model", model_body(name)), *(("optim_step", step_body(model, seq)) for seq in range(1, 5))]
     requests = [desk.submit(kind, body, str(number)) for number, (kind, body) in enumerate(bodies)]
     for request in requests[:3]:
-        desk.queue.next_work({})
+        desk.queue.next_work(dict)
         assert not desk.finish_all([(request, as_json({"number": request.order}))])
     with (tmp_path / "log.jsonl").open("ab") as file:
         file.write(b'{"request": "cut o')  # the process was killed in the middle of a line
@@ -73,7 +73,7 @@ def test_a_killed_service_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     assert repeated == [each.name for each in requests]
     assert json.loads(result_of(again, requests[0].name)) == {"number": 0}
     assert not asyncio.run(again.wait(requests[4].name, 0.1))
-    orders = [again.queue.next_work({}).requests[0] for _ in range(3)]
+    orders = [again.queue.next_work(dict).requests[0] for _ in range(3)]
     assert [each.order for each in orders] == [2, 3, 4]
     assert not again.finish_all([(orders[0], as_json({"number": 2}))])  # done again, to the same result
     (problem,) = again.finish_all([(orders[0], as_json({"number": 7}))])
@@ -104,7 +104,7 @@ def test_a_finished_session_gets_no_models(tmp_path: Path) -> None:
                 each.submit(kind, body, "")
         assert each.submit("finish_session", finish, "").number == number
         assert each.submit("create_model", model_body(name), "").order == 0
-        kinds = [each.queue.next_work({}).requests[0].call.kind for _ in range(3)]
+        kinds = [each.queue.next_work(dict).requests[0].call.kind for _ in range(3)]
         assert kinds == ["create_model", "save_weights_for_sampler", "finish_session"]
         assert each.submit("asample", json.dumps(sample).encode(), "").call.version == f"tinker://{model}/sampler_weights/a"
 
@@ -115,9 +115,9 @@ def test_an_error_of_the_server_is_not_logged(tmp_path: Path) -> None:
     given = {"tokens": [1, 2]}
     body = {"prompt": {"chunks": [given]}, "sampling_params": {}, "base_model": "Tiny/Model"}
     sample = desk.submit("asample", json.dumps(body).encode(), "s")
-    assert desk.queue.next_work({}).version == "" and desk.queue.next_work({"": 0}).requests == [sample]
+    assert desk.queue.next_work(dict).version == "" and desk.queue.next_work(lambda: {"": 0}).requests == [sample]
     desk.finish_all([(sample, error("the replica died", "server"))])
-    assert start(tmp_path).queue.next_work({"": 0}).requests[0].name == sample.name
+    assert start(tmp_path).queue.next_work(lambda: {"": 0}).requests[0].name == sample.name
     assert name
 
 
@@ -203,7 +203,7 @@ def test_the_output_layer_has_no_adapter_unless_the_server_says_so(tmp_path: Pat
         desk.submit("create_model", model_body(name, train_unembed=True), "")
     desk.reader.frozen_unembed = True
     desk.submit("create_model", model_body(name, train_unembed=True), "")
-    assert desk.queue.next_work({}).requests[0].call.arguments["spec"]["rank"] == 4
+    assert desk.queue.next_work(dict).requests[0].call.arguments["spec"]["rank"] == 4
 
 
 def test_a_client_s_requests_come_in_order(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_weights_are_not_deleted_while_they_are_sampled(tmp_path: Path) -> None:
     for _ in range(2):  # while it waits, and while it runs
         with pytest.raises(BadRequestError, match="samples of it"):
             desk.submit("delete_checkpoint", delete, "")
-        desk.queue.next_work({path: 0})
+        desk.queue.next_work(lambda: {path: 0})
     desk.finish_all([(sample, as_json({}))])
     assert desk.submit("delete_checkpoint", delete, "").order == 1
 
@@ -233,21 +233,21 @@ def test_weights_are_not_deleted_while_they_are_sampled(tmp_path: Path) -> None:
 def test_a_sample_of_a_replica_that_died_waits_again(tmp_path: Path) -> None:
     desk = start(tmp_path)
     first, second = (desk.submit("asample", sample_body(seed=seed), "") for seed in range(2))
-    assert desk.queue.next_work({"": 0}).requests == [first, second]
+    assert desk.queue.next_work(lambda: {"": 0}).requests == [first, second]
     desk.submit("asample", sample_body(seed=2), "")
     desk.queue.give_back(first)
-    assert (desk.queue.next_work({}).kind, desk.queue.next_work({}).version) == ("sync", "")
-    assert [each.number for each in desk.queue.next_work({"": 0}).requests] == [2, 0]
+    assert (desk.queue.next_work(dict).kind, desk.queue.next_work(dict).version) == ("sync", "")
+    assert [each.number for each in desk.queue.next_work(lambda: {"": 0}).requests] == [2, 0]
 
 
 def test_what_waits_and_what_was_done_is_in_the_log_alone(tmp_path: Path) -> None:
     desk = start(tmp_path)
     model = client(desk)
     requests = [desk.submit("forward_backward", passes_body(model, seq), "") for seq in range(1, 50)]
-    desk.queue.next_work({})
+    desk.queue.next_work(dict)
     assert all(not each.call.arguments for each in requests)
     for request in requests:
-        (taken,) = desk.queue.next_work({}).requests
+        (taken,) = desk.queue.next_work(dict).requests
         assert len(taken.call.arguments["data"][0].tokens) == LENGTH
         desk.finish_all([(request, as_json({"number": request.number}))])
     assert all(not each.call.arguments and isinstance(each.result, Place) for each in requests)
@@ -284,7 +284,7 @@ def test_an_error_of_a_thread_ends_the_main_one(tmp_path: Path) -> None:
     desk = start(tmp_path)
     desk.queue.fail(OSError("no space is left"))
     with pytest.raises(OSError, match="no space"):
-        desk.queue.next_work({})
+        desk.queue.next_work(dict)
 
 
 class FullDisk:
