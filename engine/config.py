@@ -242,12 +242,12 @@ class EngineConfig(Section):
     """Megatron-FSDP (optim_grads_params) or DDP with the distributed optimizer: the one flag."""
     parallel: ParallelConfig = ParallelConfig()
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields of megatron-core's DistributedDataParallelConfig, by name."""
+    """Tried fields of megatron-core's DistributedDataParallelConfig, by name."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of gradients, added up over micro-batches and reduced over ranks. With model.dtype=bfloat16, bfloat16 halves their memory
     and traffic, but sums lose small addends: an error of 1 % after a hundred micro-batches."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens of one forward pass, over all context ranks together; a longer sample makes a micro-batch of its own."""
+    """Most tokens of one forward pass, over all context ranks together."""
     balance: Literal["tokens", "cost"] = "tokens"
     """tokens: all micro-batches have as many; cost: data-parallel ranks have as many FLOPs, attention's with them."""
     head_dtype: Literal["model", "float32"] = "model"

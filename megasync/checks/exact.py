@@ -46,6 +46,7 @@ DETERMINISTIC: Allowed = (
     ("rollout.stop", ((),), "the step at which vLLM ends a response depends on time"),
     ("rollout.episode", ("",), "the order of turns depends on time"),
     ("algorithm.filter_groups", (False,), "which groups come first depends on time"),
+    ("rollout.filter", ("",), "which groups come first depends on time"),
     ("engine.kernels", ("auto", "torch"), "TransformerEngine's kernels were not tested"),
 )
 OTHER_LAYERS = (  # fields of vLLM's EngineArgs that choose kernels

@@ -22,7 +22,7 @@ VARIABLES = ("prompt", "response", "answer", "extra")
 JSON_FIELD = re.compile(r"json:(.+)", re.DOTALL)
 # as transformers renders chat templates (utils/chat_template_utils.py), but a variable without a value is an error
 ENVIRONMENT = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-TEMPLATE_EXAMPLE = "'Rate this answer from 0 to 10: {{ response }}'"
+TEMPLATE_EXAMPLE = """'{{ response }} Rate it as "Score: N", N from 0 to 10.'"""
 URL = re.compile(r"https?://[^\s/,]+(/[^\s,]*)?")
 SCORE_CHOICES = "a regular expression with one group, json:FIELD"
 

@@ -112,7 +112,7 @@ class RolloutConfig(Section):
     """separate: replicas have GPUs of their own. colocated: replicas share the trainer's GPUs and take turns with it, or in
     `megasync serve` stay beside it; requires max_staleness 0."""
     offload_trainer: Annotated[tuple[OffloadKind, ...], *OneOrMore] = OFFLOAD_KINDS
-    """colocated: trainer state that is moved to host memory while vLLM uses the GPUs."""
+    """colocated: trainer state that leaves the GPUs while vLLM uses them: to host memory, but gradients, which are dropped."""
     replicas: PositiveInt = 1
     """Number of vLLM engines that generate in parallel."""
     tensor_parallel: PositiveInt = 1
@@ -195,7 +195,7 @@ class RolloutConfig(Section):
     episode_timeout_seconds: PositiveFloat = 120.0
     """Time limit for an episode's own code and tools, over all turns; the model's generation time is not counted."""
     episode_on_failure: Literal["retry", "zero", "drop", "stop"] = "retry"
-    """If an episode raises, times out, crashes or does not return a finite number. retry: it restarts, up to three times, then
+    """If an episode raises, times out, crashes or does not return a finite number. retry: three attempts in all, then
     the run stops; zero: its reward is 0; drop: its group continues without it; stop: the run stops."""
     episode_processes: PositiveInt = 2
     """Maximum number of episode processes; with episode_placement=cluster, per node."""
@@ -231,7 +231,7 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a run can be resumed."""
 
     every_steps: NonNegativeInt = 0
-    """Write a checkpoint every this many steps and after the last one; 0: never."""
+    """Write a checkpoint every this many steps and after the last one; 0: only when the run is stopped."""
     keep: PositiveInt = 3
     """Number of newest checkpoints to keep; older ones are deleted."""
     resume: Literal["auto", "newest_weights", "never"] = "auto"

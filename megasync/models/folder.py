@@ -26,6 +26,7 @@ from model_folder.layout import FLAT, FOLDER_LAYOUTS, TEXT_TYPES, VISION_LANGUAG
 
 CHOICES = (*FAMILIES, *VISION_LANGUAGE)  # of `model_type`
 LINKED = (".json", ".jinja", ".model", ".safetensors", ".txt")
+OUR_FOLDERS = ("models", "runs", "checkpoints", "assets")  # owners of no model on the hub
 MODELS_WITHIN = ("hf", "checkpoints/step_*/hf", "snapshots/*")  # of a run or a checkpoint, of a run, of the hub's cache
 OPTIONAL_SIZES = (
     *("head_dim", "shared_expert_intermediate_size", "first_k_dense_replace", "q_lora_rank"),
@@ -76,7 +77,8 @@ def check_model_config(folder: Path) -> ModelShape:
     """The same, without its weights."""
     if not folder.is_dir():
         problem = "is a file, a Hugging Face folder is expected" if folder.exists() else "there is no such folder"
-        is_hub_name = len(folder.parts) == 2 and not (folder.is_absolute() or folder.parent.exists())
+        is_ours = folder.parts[0] in OUR_FOLDERS or folder.name == "model"
+        is_hub_name = len(folder.parts) == 2 and not (is_ours or folder.is_absolute() or folder.parent.exists())
         download = f"download it first: hf download {folder} --local-dir FOLDER, then model.path=FOLDER"
         remedy = download if is_hub_name else "write model.path=FOLDER, a Hugging Face folder on this machine"
         raise ConfigError(f"model.path = {folder}: {problem}", looked_at=os.path.realpath(folder), remedy=remedy)

@@ -26,6 +26,10 @@ def test_an_exact_run_can_start(config: Path) -> None:
         check_config(load_config(config, [*RUNS, *more]), 2)
 
 
+def keeps_all(group: Any) -> bool:
+    return True
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "remedy"),
     [
@@ -85,6 +89,7 @@ def test_models_that_are_not_exact_are_refused(config: Path, fields: dict[str, A
         ("rollout.replicas", "2"),
         ("rollout.stop", "[x]"),
         ("algorithm.filter_groups", "true"),
+        ("rollout.filter", f"{__name__}:keeps_all"),
     ],
 )
 def test_keys_that_are_not_deterministic(config: Path, key: str, value: str) -> None:

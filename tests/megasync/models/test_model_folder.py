@@ -25,6 +25,8 @@ from tests.support.tiny_models import write_tiny_model
     [
         ("Qwen/Qwen2.5-3B-Instruct", "hf download Qwen/Qwen2.5-3B-Instruct"),
         ("models/none/deeper", "write model.path=FOLDER"),
+        ("models/Qwen2.5-3B-Instruct", "write model.path=FOLDER"),
+        ("smollm2/model", "write model.path=FOLDER"),
         ("", "set model.path"),
     ],
 )
