@@ -202,7 +202,7 @@ class Generator:
             self._live[name].marks.append((counts[name], self._live[name].version))
 
     async def give_up(self, slot: int) -> None:
-        """Fail the samples of `slot`, which changes: a sync into another slot broke off and holds them: they cannot end."""
+        """Fail the samples of `slot`, which changes next: a sync that broke off holds them, so that they cannot end."""
         error = RuntimeError(f"replica {self._index}: other weights replace those of the samples, after a sync that broke off")
         chosen = {name: live for name, live in self._live.items() if live.slot == slot}
         self._live = {name: live for name, live in self._live.items() if name not in chosen}

@@ -56,7 +56,7 @@ def _set_errors(config: Config, name: str) -> Iterator[ConfigError]:
                 remedy = f"write {key}.temperature=1.0, or leave {key}.{cut} out"
                 yield ConfigError(f"{key}.{cut} = {value}: has no effect at {key}.temperature = 0", remedy=remedy)
     if longest is not None and limit is not None and limit >= longest:
-        remedy = f"write less, such as {key}.max_new_tokens={longest // 2}"
+        remedy = f"write less, such as {key}.max_new_tokens={max(1, longest // 2)}"
         headline = f"{key}.max_new_tokens = {limit}: leaves no room for a prompt"
         yield ConfigError(headline, allowed=f"less than rollout.max_model_len = {longest}", remedy=remedy)
 

@@ -102,9 +102,12 @@ def _chat_errors(key: str, judge: JudgeConfig, folder: Path) -> Iterator[ConfigE
     """Its tokenizer renders what the judge is asked."""
     roles = ("system", "user") if judge.system else ("user",)
     try:
-        chat_form(folder)[1].render([{"role": role, "content": "?"} for role in roles], generate=True)
+        template = chat_form(folder)[1]
     except ConfigError as error:  # which speaks of model.path
         yield error.about("model.path", f"{key}.path")
+        return
+    try:
+        template.render([{"role": role, "content": "?"} for role in roles], generate=True)
     except Exception as error:  # noqa: BLE001 # of the template's code
         message = f"{key}.path = {folder}: its chat template refuses messages of {' and '.join(roles)}: {error}"
         yield ConfigError(message, remedy=f"{f'leave {key}.system out, or ' if judge.system else ''}name another judge")

@@ -37,8 +37,9 @@ def served_errors(config: Config, shape: ModelShape, *, on_gpus: bool) -> Iterat
         yield size_error(config, "rollout.tensor_parallel", uneven_problem(shape), even_workers(shape))
     positions = shape.max_position_embeddings
     if rollout.max_model_len is not None and 0 < positions < rollout.max_model_len:
-        model, remedy = f"{positions}, by {longest_by(path)} in {path}", f"write rollout.max_model_len={positions} or less"
-        yield wrong(config, "rollout.max_model_len", "more than the model has positions", model=model, remedy=remedy)
+        lines = {"model": f"{positions} positions, by {longest_by(path)} in {path}"}
+        lines["remedy"] = f"write rollout.max_model_len={positions} or less"
+        yield wrong(config, "rollout.max_model_len", "more than the model has positions", **lines)
 
 
 def unserved_errors(config: Config, path: str | Path, shape: ModelShape, remedy: str, *, on_gpus: bool) -> Iterator[ConfigError]:

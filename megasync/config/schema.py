@@ -112,7 +112,8 @@ class RolloutConfig(Section):
     """separate: replicas have GPUs of their own. colocated: replicas share the trainer's GPUs and take turns with it, or in
     `megasync serve` stay beside it; requires max_staleness 0."""
     offload_trainer: Annotated[tuple[OffloadKind, ...], *OneOrMore] = OFFLOAD_KINDS
-    """colocated: trainer state that leaves the GPUs while vLLM uses them: to host memory, but gradients, which are dropped."""
+    """colocated: trainer state that leaves the GPUs while vLLM uses them: to host memory, except
+    gradients, which are dropped."""
     replicas: PositiveInt = 1
     """Number of vLLM engines that generate in parallel."""
     tensor_parallel: PositiveInt = 1
@@ -231,7 +232,8 @@ class CheckpointConfig(Section):
     """Checkpoints, from which a run can be resumed."""
 
     every_steps: NonNegativeInt = 0
-    """Write a checkpoint every this many steps and after the last one; 0: only when the run is stopped."""
+    """Write a checkpoint every this many steps and after the last one; 0: only when the run
+    is stopped, or its rollouts or evaluations fail."""
     keep: PositiveInt = 3
     """Number of newest checkpoints to keep; older ones are deleted."""
     resume: Literal["auto", "newest_weights", "never"] = "auto"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", MODEL_MAX_LENGTH, "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
+MAX_FACTOR = 2**20
 UNSCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")  # types of rotary embeddings
 
 
@@ -81,7 +81,7 @@ def _length_factor(fields: Mapping[str, Any]) -> float:
     by_layer_type = [each for each in rope.values() if isinstance(each, dict)]
     scaled = [each for each in by_layer_type or [rope] if (each.get("rope_type") or each.get("type")) not in UNSCALED]
     factor = next((each["factor"] for each in reversed(scaled) if "factor" in each), 1)
-    return factor if type(factor) in (int, float) and 0 < factor < math.inf else 1
+    return factor if type(factor) in (int, float) and 1 <= factor < MAX_FACTOR else 1
 
 
 class Shapes(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -74,24 +74,35 @@ class RunLog:
             if lines and (file := self._file(SAMPLES_FILE)):
                 file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
                 file.flush()
-            for logger in self._loggers if lines else ():
-                logger.samples(step, lines)
+        if lines:
+            self._to_loggers(lambda logger: logger.samples(step, lines))
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
         with self._named_errors():
             if file := self._file(name):
                 file.write(json_text({"step": step, **values}) + "\n")
                 file.flush()
-            for logger in self._loggers:
-                logger.metrics(step, {key: value for key, value in values.items() if isinstance(value, int | float)})
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        self._to_loggers(lambda logger: logger.metrics(step, numbers))
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """An OSError of a full disk gets the name of the run's folder, as it has none."""
+        """An OSError without a file's name, such as that of a full disk, gets the name of the run's folder."""
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from error
+            if error.errno is None or error.filename:
+                raise
+            raise OSError(error.errno, error.strerror, str(self._folder)) from error
+
+    def _to_loggers(self, call: Callable[[Logger], None]) -> None:
+        """RuntimeError names a logger that raised."""
+        for logger in self._loggers:
+            try:
+                call(logger)
+            except Exception as error:
+                problem = f"run.loggers: {type(logger).__name__} raised {type(error).__name__}: {error}"
+                raise RuntimeError(problem) from error
 
     def _file(self, name: str) -> TextIO | None:
         """None on a rank that writes no files. RuntimeError where it was deleted: nobody could read what it takes from now on."""

@@ -336,7 +336,8 @@ class RolloutStream:
         self.step, self._again = step, restored.again
         self.num_trained, self.num_begun = progress.num_trained, progress.num_begun or progress.num_trained
         self._groups = {group.key: group for group in restored.groups}
-        self._owed = set(restored.again)
+        num_done = sum(not group.missing for group in restored.groups)  # of a batch that was taken, all
+        self._owed = set(restored.again) if num_done < self.settings.batch_size else set()
         self.dispatcher.expected_tokens = progress.expected_tokens or self.dispatcher.expected_tokens
         self._begin([group for group in restored.groups if group.missing])
         for group in restored.groups:

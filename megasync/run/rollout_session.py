@@ -25,13 +25,15 @@ from megasync.rollouts.rollout import RolloutBatch, Rollouts, without_tokens
 from megasync.run.canary import build_canary
 from megasync.run.heartbeat import Heartbeat
 from megasync.run.placement import DeviceSharing, make_room_for_replicas
-from megasync.run.rank_zero import RankZero, RankZeroError, TokenScatter, control_group, of_rank_zero
+from megasync.run.rank_zero import RankZero, RankZeroError, TokenScatter, control_group, of_rank_zero, on_rank_zero
 from megasync.run.replica_start import ReplicaStart
 from megasync.run.scaling import Scaling
 from megasync.run.session import ExitCallbacks, Session
 from megasync.run.sync import WeightSync
 from megasync.run.versions import VersionLog
 from megasync.run.weights import build_adapter_source, build_publisher
+
+Evaluated = tuple[dict[str, float], list[dict[str, Any]]]  # metrics, and lines of samples.jsonl
 
 
 class RolloutSession(Session):
@@ -175,12 +177,18 @@ class RolloutSession(Session):
 
     def find_metrics(self, step: int) -> dict[str, float]:
         with self._saved_if_it_fails(step):
-            while (found := self.rollouts.call(lambda rollouts: self._evaluate_sets(rollouts, step))) is None:
+            while (found := self._evaluated(step)) is None:
                 self.publish(step)  # too few replicas were left; restarted ones get the weights
-        return found
+        metrics, lines = found
+        on_rank_zero(lambda: self.log.samples(step, lines))
+        return metrics
 
-    def _evaluate_sets(self, rollouts: Rollouts, step: int) -> dict[str, float] | None:
-        """On rank 0."""
+    def _evaluated(self, step: int) -> Evaluated | None:
+        """Lines: on rank 0 alone."""
+        return self.rollouts.call(lambda rollouts: self._evaluate_sets(rollouts, step), lambda found: found and (found[0], []))
+
+    def _evaluate_sets(self, rollouts: Rollouts, step: int) -> Evaluated | None:
+        """On rank 0: metrics, and lines of samples.jsonl."""
         metrics, lines = dict[str, float](), list[dict[str, Any]]()
         for evaluation in evaluations(self.config, rollouts.data):
             with self.log.timeline.span("evaluate", "rollout", step=step, set=evaluation.name):
@@ -189,8 +197,7 @@ class RolloutSession(Session):
                 return None
             metrics |= outcome.metrics
             lines += outcome.lines
-        self.log.samples(step, lines)
-        return metrics
+        return metrics, lines
 
     @property
     def sync_metrics(self) -> list[dict[str, float]]:

@@ -126,9 +126,9 @@ class ServedPool:
             while not (await asyncio.wait([answer], timeout=SIGN_SECONDS))[0]:
                 silence = asyncio.wrap_future(self.pool.ask_silence(replica).future())
                 await asyncio.wait([answer, silence], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-                is_silent = not silence.done() or silence.result() > limit
+                is_silent = not answer.done() and (not silence.done() or silence.result() > limit)
                 silence.cancel()
-                if is_silent and not answer.done():
+                if is_silent:
                     raise TimeoutError(f"its vLLM gave no answer for {limit:g} s")
             return answer.result()
         finally:

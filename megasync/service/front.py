@@ -46,6 +46,7 @@ class Front:
         hf_config = worker.engine.mbridge.hf_config
         names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
         most = config.rollout.max_model_len or model_shape(config.model.path).max_position_embeddings
+        most = most or hf_config.max_position_embeddings  # where config.json does not say it
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
         journal = Journal(worker.folder / LOG_FILE)
         ends.callback(journal.close)
@@ -74,9 +75,7 @@ class Front:
 
     def renew_replicas(self) -> bool:
         """Restart replicas that were lost; whether any came or went since the last call. TooFewReplicasError."""
-        lost, self.sampling.lost = self.sampling.lost, set()
-        self.sampling.num_syncs += 1
-        self.pool.replace(*lost)
+        self.pool.replace(*self.sampling.take_lost())
         rollout = self.config.rollout
         try:
             return self.pool.rejoin(rollout.min_replicas, rollout.restart_timeout_seconds)

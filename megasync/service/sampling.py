@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -38,6 +39,7 @@ class Sampling:
         self._threads = ThreadPoolExecutor(THREADS, "sampling")
         self._turns = itertools.count()
         self.lost: set[int] = set()
+        self._lock = threading.Lock()  # for `lost` and `num_syncs`
         self.num_syncs = 0  # a request that runs through one was on a replica that died
 
     def start(self, requests: Sequence[Request], slots: Mapping[str, int]) -> None:
@@ -59,6 +61,13 @@ class Sampling:
                 self._retry(request, replica, self.num_syncs)
             else:
                 self._threads.submit(self._await, request, replica, self.num_syncs, refs).add_done_callback(self._check)
+
+    def take_lost(self) -> set[int]:
+        """Replicas that failed since the last call; they are replaced now."""
+        with self._lock:
+            lost, self.lost = self.lost, set()
+            self.num_syncs += 1
+            return lost
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -94,8 +103,9 @@ class Sampling:
         return True
 
     def _retry(self, request: Request, replica: int, num_syncs: int) -> None:
-        if num_syncs == self.num_syncs:
-            self.lost.add(replica)
+        with self._lock:
+            if num_syncs == self.num_syncs:
+                self.lost.add(replica)
         request.num_failures += 1
         if request.num_failures >= MAX_FAILURES:
             self._finish(request, error(f"{MAX_FAILURES} replicas failed at it", "server"))

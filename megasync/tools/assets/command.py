@@ -158,7 +158,9 @@ def main(arguments: Sequence[str]) -> int:
         try:
             assets = _write(given, lines if given.task else None)
         except OSError as error:  # that of a full disk names no file
-            raise OSError(error.errno, error.strerror, error.filename or str(given.to)) from error
+            if error.errno is None or error.filename:
+                raise
+            raise OSError(error.errno, error.strerror, str(given.to)) from error
     print(f"model.path={assets.model} data.train={assets.train} data.eval={assets.held_out}")
     return 0
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     import vllm.outputs
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def arguments(function: Any) -> list[str]:
@@ -69,6 +72,8 @@ def test_sizes_of_heads_on_cpus_are_those_that_the_check_knows() -> None:
         ({"max_position_embeddings": 64, "seq_length": 32, "max_sequence_length": 48}, 32, "seq_length"),
         ({"max_position_embeddings": 64, "model_max_length": 56, "seq_len": 8}, 56, "model_max_length"),
         ({"n_positions": 64, "rope_parameters": LINEAR | {"factor": 2.5}}, 160, "n_positions and the factor 2.5"),
+        ({"max_position_embeddings": 64, "rope_parameters": LLAMA3}, 64, "max_position_embeddings"),
+        ({"max_position_embeddings": 64, "rope_parameters": YARN}, 64, "max_position_embeddings"),
         ({"seq_len": 40, "rope_parameters": None, "rope_scaling": LINEAR | {"factor": 4}}, 160, "seq_len and the factor 4"),
     ],
 )
