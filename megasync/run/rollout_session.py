@@ -185,7 +185,11 @@ class RolloutSession(Session):
 
     def _evaluated(self, step: int) -> Evaluated | None:
         """Lines: on rank 0 alone."""
-        return self.rollouts.call(lambda rollouts: self._evaluate_sets(rollouts, step), lambda found: found and (found[0], []))
+
+        def without_lines(found: Evaluated | None) -> Evaluated | None:
+            return None if found is None else (found[0], [])
+
+        return self.rollouts.call(lambda rollouts: self._evaluate_sets(rollouts, step), without_lines)
 
     def _evaluate_sets(self, rollouts: Rollouts, step: int) -> Evaluated | None:
         """On rank 0: metrics, and lines of samples.jsonl."""
