@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def test_a_judge_in_a_run_that_is_killed(tmp_path: Path, episode: str) -> None:
             process.kill()
             run.wait_for(len(metrics(run.folder)) + 3)
             assert counted(metrics(run.folder), "retries") >= 1, "calls of the server that was killed went to the other"
+            asked, end = len([*replies(run.folder)]), time.monotonic() + 60
+            while len([*replies(run.folder)]) == asked and time.monotonic() < end:  # one that no checkpoint has
+                time.sleep(0.02)
             run.ranks()[0].kill()
             assert run.process.wait(300) != 0
         kept = {json.loads(line)["key"] for line in replies(run.folder)}
