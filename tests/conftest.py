@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +46,16 @@ DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file, 
 # how long an example takes says nothing on a busy machine; a test may want fewer of them
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray of the module's own, on this machine."""
+    from megasync.launch.ray_cluster import start_ray
+
+    stop = start_ray("local")
+    yield
+    stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

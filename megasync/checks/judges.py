@@ -99,7 +99,7 @@ def _folder_errors(config: Config, key: str, judge: JudgeConfig) -> Iterator[Con
 
 
 def _chat_errors(key: str, judge: JudgeConfig, folder: Path) -> Iterator[ConfigError]:
-    """Its tokenizer renders what the judge is asked."""
+    """Errors of the judge's tokenizer and chat template, tried with the roles of its prompt."""
     roles = ("system", "user") if judge.system else ("user",)
     try:
         template = chat_form(folder)[1]

@@ -170,6 +170,17 @@ def _similarity(word: str, other: str) -> float:
 
 
 @contextmanager
+def names_place(place: Path) -> Iterator[None]:
+    """An OSError that names no file, such as that of a full disk under an open one, leaves the block with the name of `place`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename:
+            raise
+        raise OSError(error.errno, error.strerror, str(place)) from error
+
+
+@contextmanager
 def main_errors(*, speak: bool = True, of_files: bool = True) -> Iterator[None]:
     """For the block before a command starts anything: a ValueError prints its message and exits with code 2, and so does, with
     `of_files`, an OSError that names a file.

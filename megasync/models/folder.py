@@ -107,7 +107,7 @@ def model_shape(folder: str | Path) -> ModelShape:
 
 
 def num_embeddings(folder: Path) -> int:
-    """Of a model of any family; 0 where config.json does not say it."""
+    """Rows of the embeddings of a model of any family; 0 if config.json does not have the number."""
     try:
         return model_shape(folder).vocab_size
     except ConfigError:
@@ -209,14 +209,14 @@ def _read_shape(path: Path, fields: dict[str, Any]) -> ModelShape:
 
 
 def _lengths(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that vLLM takes a sequence's length from; transformers' default where config.json has none."""
+    """Fields from which vLLM computes the longest sequence; transformers' default where config.json has none."""
     default = declared_fields(fields["model_type"]).get(LENGTHS[0])
     own = {LENGTHS[0]: default.default if default else None, **fields}
     return {name: own[name] for name in LENGTHS if own.get(name) is not None}
 
 
 def longest_by(folder: str | Path) -> str:
-    """By what of config.json the model has as many positions as `ModelShape` says."""
+    """The field of config.json that limits the length of a sequence, with its factor: see `longest_sequence`."""
     fields = model_fields(folder)
     return longest_sequence(fields | _lengths(fields))[0]
 

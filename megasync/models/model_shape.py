@@ -67,7 +67,7 @@ class ModelShape:
 
 
 def longest_sequence(fields: Mapping[str, Any]) -> tuple[str, int]:
-    """The most tokens that vLLM takes for a sequence of the model, and by what of config.json; ("", 0) where nothing says it."""
+    """The field that limits the length of a sequence in vLLM, with its factor, and the limit in tokens; ("", 0): no limit."""
     given = {name: fields[name] for name in LENGTHS if fields.get(name) is not None}
     field = MODEL_MAX_LENGTH if MODEL_MAX_LENGTH in given else min(given, key=given.__getitem__, default="")
     factor = _length_factor(fields)
@@ -75,7 +75,7 @@ def longest_sequence(fields: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _length_factor(fields: Mapping[str, Any]) -> float:
-    """By which rotary embeddings make sequences longer; Gemma 3's positions have it already."""
+    """The factor by which rotary embeddings extend sequences; 1 for Gemma 3, whose positions include it."""
     rope = fields.get("rope_parameters") or fields.get("rope_scaling")
     rope = rope if isinstance(rope, dict) and "gemma3" not in str(fields.get("model_type")) else {}
     by_layer_type = [each for each in rope.values() if isinstance(each, dict)]

@@ -72,7 +72,7 @@ class Trend:
 
 
 def trends(run: Series) -> list[Trend]:
-    """A trend for each figure of which the run has enough values: held-out figures first, then sampled ones."""
+    """Trends of the figures with enough values: held-out figures first, then sampled ones."""
     keys = dict.fromkeys(key for line in run.evaluations for key in line if key in HELD_OUT or "/avg@" in key)
     found = [_held_out(run, key) for key in keys] + [_sampled(run, key) for key in SAMPLED]
     return [trend for trend in found if trend is not None]

@@ -14,13 +14,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from megasync.config.data_section import TRAIN_SET
-from megasync.config.errors import explain, refuse_if
+from megasync.config.errors import explain, names_place, refuse_if
 from megasync.config.files import EVALUATIONS_FILE, METRICS_FILE, SAMPLES_FILE, write_atomically
 from megasync.config.load import save_config
 from megasync.config.schema import Config
@@ -70,7 +69,7 @@ class RunLog:
 
     def samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Writes responses of step `step`, or of an evaluation after `step` steps."""
-        with self._named_errors():
+        with names_place(self._folder):
             if lines and (file := self._file(SAMPLES_FILE)):
                 file.writelines(json_text({"step": step, **line}) + "\n" for line in lines)
                 file.flush()
@@ -78,22 +77,12 @@ class RunLog:
             self._to_loggers(lambda logger: logger.samples(step, lines))
 
     def _append(self, name: str, step: int, values: Mapping[str, Scalar]) -> None:
-        with self._named_errors():
+        with names_place(self._folder):
             if file := self._file(name):
                 file.write(json_text({"step": step, **values}) + "\n")
                 file.flush()
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         self._to_loggers(lambda logger: logger.metrics(step, numbers))
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """An OSError without a file's name, such as that of a full disk, gets the name of the run's folder."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None or error.filename:
-                raise
-            raise OSError(error.errno, error.strerror, str(self._folder)) from error
 
     def _to_loggers(self, call: Callable[[Logger], None]) -> None:
         """RuntimeError names a logger that raised."""

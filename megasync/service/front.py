@@ -45,8 +45,8 @@ class Front:
         self.config, self.pool = config, of_rank_zero(replicas.here)
         hf_config = worker.engine.mbridge.hf_config
         names = (config.service.base_model or Path(config.model.path).resolve().name, config.model.path)
-        most = config.rollout.max_model_len or model_shape(config.model.path).max_position_embeddings
-        most = most or hf_config.max_position_embeddings  # where config.json does not say it
+        positions = model_shape(config.model.path).max_position_embeddings or hf_config.max_position_embeddings
+        most = config.rollout.max_model_len or positions
         reader = Reader(names, hf_config.vocab_size, most, config.service.frozen_unembed, config.service.full_parameters)
         journal = Journal(worker.folder / LOG_FILE)
         ends.callback(journal.close)

@@ -47,7 +47,7 @@ class Sampling:
         for request in requests:
             members = self._pool.members
             replica = members[next(self._turns) % len(members)]
-            if replica in self.lost:  # the queue did not know
+            if replica in self.lost:  # by a request before this one
                 self._desk.queue.give_back(request)
                 continue
             arguments = request.call.arguments

@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megasync.config.errors import ConfigError, main_errors, refuse_if
+from megasync.config.errors import ConfigError, main_errors, names_place, refuse_if
 from megasync.data.reasoning_gym import generate_task
 from megasync.models.model_shape import SHAPES
 from megasync.tools.assets.small_qwen3 import EOS, PAD, UNKNOWN, write_small_qwen3
@@ -155,12 +155,8 @@ def main(arguments: Sequence[str]) -> int:
             lines = generate_task(given.task, options, num_train, num_held_out, given.seed)
             message = f"--task {given.task}: all of its questions are held out"
             refuse_if(not lines[0], message, remedy="write a larger --num-train, or options for more questions")
-        try:
+        with names_place(given.to):
             assets = _write(given, lines if given.task else None)
-        except OSError as error:  # that of a full disk names no file
-            if error.errno is None or error.filename:
-                raise
-            raise OSError(error.errno, error.strerror, str(given.to)) from error
     print(f"model.path={assets.model} data.train={assets.train} data.eval={assets.held_out}")
     return 0
 

@@ -83,7 +83,7 @@ def result_of(step: int, num_episodes: int, sequences: Sequence[Recorded]) -> Sc
 
 
 def total(done: Sequence[Scored], config: Config) -> list[str]:
-    """Of all steps, in lines."""
+    """Lines about all steps together."""
     found = [f"all: {sum(each.compared_tokens for each in done)} tokens compared: {_gaps(done)}"]
     replays = config.algorithm.router_replay == "rollout"
     return [*found, *(["with experts that the trainer's routers chose: records leave out the rollout's"] if replays else [])]

@@ -5,24 +5,15 @@ python -m pytest tests/bridge/replicas/test_answers.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bridge.replicas.launched import ReplicaDiedError, gather
-from megasync.launch.ray_cluster import start_ray
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    stop = start_ray("local")
-    yield
-    stop()
-
-
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_an_error_of_rays_own_is_one_as_any_other() -> None:
     """Ray has many besides that of an actor that died; here that of an actor for a node which is gone."""
 
@@ -37,7 +28,7 @@ def test_an_error_of_rays_own_is_one_as_any_other() -> None:
         gather([there.remote().answer.remote()], 30.0, [0])
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize(("ended", "kind"), [({"a": -9}, ReplicaDiedError), ({}, ReplicaDiedError), ({"a": 1}, RuntimeError)])
 def test_an_engine_that_was_killed_while_it_started_may_start_again(ended: dict[str, int], kind: type[Exception]) -> None:
     """By vLLM's text, which lacks a process whose exit code was not known yet."""

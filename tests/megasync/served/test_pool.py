@@ -6,7 +6,7 @@ python -m pytest tests/megasync/served/test_pool.py
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,8 +24,10 @@ class Reference:
 
     def __init__(self) -> None:
         self.own: Future[Any] = Future()
+        self.on_asked: Callable[[], None] = lambda: None
 
     def future(self) -> Future[Any]:
+        self.on_asked()
         return self.own
 
 
@@ -40,7 +42,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, answer: Reference, silences: list[Refer
 
 def test_an_answer_that_comes_while_the_sign_is_awaited_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, sign = Reference(), Reference()
-    threading.Timer(LIMIT / 3, answer.own.set_result, ("text",)).start()
+    sign.on_asked = lambda: answer.own.set_result("text")
     assert ask(monkeypatch, answer, [sign]) == "text"
 
 

@@ -6,7 +6,6 @@ python -m pytest tests/megasync/service/test_sampling.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,13 @@ from bridge.config import ReplicaConfig
 from bridge.generation import Collected
 from bridge.replicas.launched import ReplicaActor
 from bridge.replicas.pool import ReplicaPool
-from megasync.launch.ray_cluster import start_ray
 from megasync.service.requests import Request, Result
 from megasync.service.sampling import Sampling
 
 LIMIT_SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    stop = start_ray("local")
-    yield
-    stop()
-
-
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("local_ray")
 def test_samples_of_a_hung_replica_wait_for_another_one(tmp_path: Path) -> None:
     """Those of one that is slow stay with it."""
 
