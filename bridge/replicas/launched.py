@@ -37,7 +37,7 @@ PING_SECONDS = 1.0
 # vLLM's text where a signal has ended an engine while it started (vllm/v1/engine/utils.py:wait_for_engine_startup). Without a
 # process where its exit code could not be read yet: its pipe closes a moment before.
 KILLED = re.compile(r"Failed core proc\(s\): \{(\}|.*: -\d+)")
-MAX_CALLS = 100_000  # at a time in an actor; behind so many that wait, Ray would hold back the call that they wait for
+MAX_CALLS = 100_000  # that an actor runs at a time; Ray queues any more, also a `resume` that all of these wait for
 UNSTARTED_CLOSE_SECONDS = 3.0  # an actor in the midst of starting cannot answer
 
 

@@ -234,7 +234,7 @@ class RolloutStream:
         return batch
 
     def mark_trained(self) -> None:
-        """The batch that was taken last is trained: a checkpoint has it no longer. From any thread."""
+        """The batch that was taken last is trained: checkpoints leave it out from now on. From any thread."""
         self.num_trained, self._taken = self.num_trained + len(self._taken), []
 
     async def _abort_rest(self) -> None:

@@ -38,10 +38,10 @@ MAX_LOSSES = 5  # of replicas with the same request in them
 
 
 def chat_form(folder: Path) -> tuple[Any, ChatTemplate, tuple[int, ...]]:
-    """Tokenizer, template and stop tokens of a folder that is asked.
+    """Tokenizer, chat template and stop tokens of a folder whose model answers chats.
 
     Raises:
-        ConfigError: it cannot be asked.
+        ConfigError: the folder has no readable tokenizer, or no chat template.
     """
     tokenizer, _ = load_tokenizer(folder)
     message = f"model.path = {folder}: its tokenizer has no chat template, with which it could be asked"
