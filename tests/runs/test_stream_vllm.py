@@ -139,13 +139,12 @@ def test_samples_that_waited_through_an_update_are_of_the_new_weights_alone(pool
     assert max(gaps) < 1e-3
 
 
-@pytest.fixture(scope="module")
-def players(tmp_path_factory) -> Iterator[tuple[EpisodePool, EpisodeSettings]]:
-    """Episodes of two turns with a tool between them, in a process."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer().save_pretrained(folder)
+@pytest.fixture
+def players(tmp_path) -> Iterator[tuple[EpisodePool, EpisodeSettings]]:
+    """Episodes of two turns with a tool between them, in a process that ends with the event loop of its stream."""
+    build_tokenizer().save_pretrained(tmp_path)
     rollout = RolloutConfig(episode="tests.support.episodes:two_turns", episode_processes=1)
-    pool = EpisodePool(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
+    pool = EpisodePool(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout))
     yield pool, EpisodeSettings(max_turns=2, max_tokens=256)
     pool.close()
 
@@ -170,10 +169,10 @@ def test_a_pause_that_comes_after_the_end_of_its_sync_leaves_no_lock(pool, publi
 
     actor = pool._actors[0]
     pool._num_pauses += 1
-    held = actor.handle.hold_lock.remote(1.0)
+    ray.get(actor.handle.take_lock.remote())
     paused = actor.handle.pause.remote(actor.num_sent, pool._num_pauses)
     assert ray.get(actor.handle.abort.remote(pool._num_pauses)) is ReplicaState.SERVING
-    ray.get(held)
+    ray.get(actor.handle.release_lock.remote())
     with pytest.raises(ray.exceptions.RayTaskError, match="the sync was aborted"):
         ray.get(paused, timeout=120)
     version = max(pool.versions) + 1
@@ -190,7 +189,7 @@ def test_a_sample_that_starts_again_waits_for_a_whole_sync(pool, publisher, sour
     ray.get(pool.hand_in(0, [GroupRequest(1, GenerationRequest((5, 6, 7), num_samples=2, max_new_tokens=200), (0, 1))]))
 
     def parts_beside_requests() -> Iterator[Part]:
-        actor.handle.hold_lock.remote(2.0)  # has its turn as soon as the sync is over
+        actor.handle.hold_lock_until_sync.remote()  # has its turn as soon as the sync is over
         return parts()
 
     version = max(pool.versions) + 1

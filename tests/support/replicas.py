@@ -36,10 +36,18 @@ class OpenReplica(Replica):
             "enable_prefix_caching": config.cache_config.enable_prefix_caching,
         }
 
-    async def hold_lock(self, seconds: float) -> None:
-        """As long as requests take to be handed in."""
+    async def take_lock(self) -> None:
+        """As a call does that hands requests in; until `release_lock`."""
+        await self._generator.lock.acquire()
+
+    async def release_lock(self) -> None:
+        self._generator.lock.release()
+
+    async def hold_lock_until_sync(self) -> None:
+        """Until a sync waits for it."""
         async with self._generator.lock:
-            await asyncio.sleep(seconds)
+            while self._generator._is_no_sync_waiting.is_set():
+                await asyncio.sleep(0.01)
 
     async def damage(self, name: str) -> None:
         await self._engine.collective_rpc("tests_damage", args=(name,))
