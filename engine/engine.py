@@ -114,7 +114,8 @@ class Engine:
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.mbridge.dtype, self.use_fused)
-        self.schedule = build_schedule(engine.optimizer, self.optimizer, num_steps * algorithm.steps_per_batch)
+        self.num_steps = num_steps
+        self.plan_steps(0, 0)
         frozen = FrozenModels(self.wrapped, engine, self.model_config, self.mbridge, model.path)
         self.reference = frozen.reference() if has_reference else None
         self.teacher = frozen.teacher(teacher, self.reference) if teacher else None
@@ -149,6 +150,11 @@ class Engine:
         self.model_config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
         if len(self.chunks) == 1:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
+
+    def plan_steps(self, batches: int, optimizer_steps: int) -> None:
+        """Begin the schedule of a run whose first `batches` have so many optimizer steps together, others as configured."""
+        self.num_optimizer_steps = optimizer_steps + (self.num_steps - batches) * self.algorithm.steps_per_batch
+        self.schedule = build_schedule(self.config.optimizer, self.optimizer, self.num_optimizer_steps)
 
     def needed_samples(self, samples: SampleTable) -> list[list[int]]:
         """For each data-parallel rank the indices of the samples whose tokens `prepare` needs on it."""

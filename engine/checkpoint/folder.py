@@ -56,6 +56,7 @@ def index_header(engine: Engine, step: int) -> dict[str, Any]:
         "model": model(engine),
         "layout": layout(engine),
         "schedule": engine.schedule.state_dict(),
+        "optimizer_steps": engine.num_optimizer_steps - (engine.num_steps - step) * engine.algorithm.steps_per_batch,  # planned
         "loss_scaler": scaler_state(engine.optimizer),
         "random_seed": int.from_bytes(seed, "little"),
     }
@@ -100,6 +101,8 @@ def restore(folder: Path, engine: Engine, steps_since: int = 0) -> str | None:
             reader.load(shard, takes_weight=not steps_since)
         if index["layout"] == now and not steps_since:
             random_state = _read_random_state(folder, engine)
+    batches = step_of(folder)
+    engine.plan_steps(batches, index.get("optimizer_steps", batches * engine.algorithm.steps_per_batch))
     engine.schedule.load_state_dict(index["schedule"])
     if index.get("loss_scaler"):
         load_scaler_state(engine.optimizer, index["loss_scaler"])

@@ -247,6 +247,22 @@ def newer_weights(path: str, root: str, **case: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rates(path: str, root: str, parts: list[tuple[int, int]]) -> list[float]:
+    """Learning rates of a run of 6 batches, resumed for each of `parts`: so many batches, each cut into so many mini-batches."""
+    found: list[float] = []
+    batches, folder = 0, None
+    for number, num_minibatches in parts:
+        options: dict[str, Any] = {"num_minibatches": num_minibatches, "optimizer": {"warmup_steps": 0, "decay": "linear"}}
+        start = checkpoint.engine_arguments(folder) if folder else {}
+        with engine(path, name="sft", num_steps=6, **options, **start) as built:
+            if folder is not None:
+                checkpoint.restore(folder, built)
+            found += [built.update(built.prepare(random_samples(8, seed=0)))["learning_rate"] for _ in range(number)]
+            batches += number
+            folder = save(built, Path(root), path, step=batches).wait()
+    return found
+
+
 def differing(one: Path, other: Path) -> list[str]:
     """Names of tensors that are not the same bit for bit, of main weights, optimizer state and the Hugging Face folder."""
     left, right = contents(one), contents(other)

@@ -88,6 +88,17 @@ def test_newer_weights_go_on_with_moments_of_a_checkpoint(models: dict[str, str]
         assert found["former"] and found["later"] and all(loss > 0 for loss, _ in found["losses"])
 
 
+def test_the_learning_rate_ends_with_the_run_also_where_batches_have_other_numbers_of_steps(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    """2 x 2 optimizer steps, 2 of one and 2 x 3: each part sees what is done and what is to come as it is known then."""
+    arguments = {"path": models["dense"], "root": str(tmp_path), "parts": [(2, 2), (2, 1), (2, 3)]}
+    (found,) = run_ranks(1, "tests.engine.checkpoint.resume_cases:rates", arguments)
+    steps, totals = [2, 4, 5, 6, 9, 12], [12, 12, 8, 8, 12, 12]
+    expected = [1e-3 * (1 - (step - 1) / total) for step, total in zip(steps, totals, strict=True)]
+    assert found == pytest.approx(expected)
+
+
 def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_leaves_nothing(models: dict[str, str], tmp_path: Path) -> None:
     results = run_ranks(2, "tests.engine.checkpoint.resume_cases:failing_save", {"path": models["dense"], "root": str(tmp_path)})
     for result in results:
