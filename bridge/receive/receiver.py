@@ -198,7 +198,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         plan, stream = self._load_plan, unpacker.tensors(sync, reader)
         if plan is None:
             assert sync.adapter is not None
-            adapter.load_adapter(self.lora_manager, {name: tensor.clone() for name, tensor in stream}, sync.adapter, slot)
+            arrived = {name: tensor.clone() for name, tensor in stream}
+            adapter.load_adapter(self.lora_manager, arrived, self._manifest, sync.adapter, slot)
             self._load_plans[slot] = adapter.plan_adapter(self.lora_manager, self._manifest, slot)
             self._unpackers[slot] = Unpacker(unpacker.plan, self._load_plans[slot], self.device)
             return

@@ -17,7 +17,7 @@ from bridge.layout.plan import LoadPlan
 from bridge.layout.regions import Copy, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from vllm.lora.request import LoRARequest
 
@@ -73,7 +73,16 @@ def a_names(names: Iterable[str]) -> dict[str, str]:
     return owners
 
 
-def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict[str, Any], slot: int) -> None:
+def with_own_a(tensors: Mapping[str, torch.Tensor], sent: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors, and an A for each linear. `sent`: their names in order, which is not that of arrival: lanes of several stages
+    take turns.
+    """
+    return {**tensors, **{f"{linear}.lora_A.weight": tensors[name] for linear, name in a_names(sent).items()}}
+
+
+def load_adapter(
+    lora_manager: Any, tensors: Mapping[str, torch.Tensor], manifest: Manifest, spec: dict[str, Any], slot: int
+) -> None:
     """Put an adapter of adapter.AdapterSource into its slot, replacing the former one.
 
     `spec`: AdapterSpec's fields. What WorkerLoRAManager._load_adapter (lora/worker_manager.py:94) does with a folder, without
@@ -84,10 +93,9 @@ def load_adapter(lora_manager: Any, tensors: dict[str, torch.Tensor], spec: dict
     manager = lora_manager._adapter_manager
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     fields = {"r": spec["rank"], "lora_alpha": spec["rank"], "target_modules": []}  # the scale is in B
-    whole = {f"{linear}.lora_A.weight": tensors[name] for linear, name in a_names(tensors).items()}
     lora = lora_manager._lora_model_cls.from_lora_tensors(
         lora_model_id=adapter_id(slot),
-        tensors={**tensors, **whole},
+        tensors=with_own_a(tensors, manifest.by_name),
         peft_helper=PEFTHelper.from_dict(fields),
         device=str(lora_manager.device),
         dtype=lora_manager.lora_config.lora_dtype,

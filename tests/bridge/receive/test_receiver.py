@@ -21,6 +21,7 @@ from bridge.transport.protocol import TransportError
 from bridge.transport.shm import ShmReader, ShmWriter
 from bridge.receive.receiver import SLEPT_BESIDE_OTHERS, WorkerExtension
 from bridge.receive.unpack import Unpacker, _Lent, _lend, _take_back
+from bridge.vllm.weights.adapter import with_own_a
 
 SPECS = (TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (4,)), TensorSpec("c", "float32", (1,)))
 
@@ -112,6 +113,37 @@ def test_every_tensor_goes_by_plan_or_comes_out(planned: list[bool] | None) -> N
             by_plan = planned is not None and planned[i]
             assert (f"t{i}" in came) != by_plan
             assert torch.equal(parameters[f"t{i}"] if by_plan else came[f"t{i}"], value)
+    reader.close()
+    for writer in writers:
+        writer.close()
+
+
+class TurnsReader(ShmReader):
+    """Stages take turns, as lanes do."""
+
+    interleaves = True
+
+
+def test_a_linear_gets_the_a_that_it_shares_where_stages_take_turns() -> None:
+    """An adapter's tensors arrive in another order than they were sent: q, k and v of one layer between those of another."""
+    linears = [[f"layers.{layer}.self_attn.{part}_proj" for part in "qkv"] for layer in range(2)]
+    names = [[f"{of[0]}.lora_A.weight", *(f"{each}.lora_B.weight" for each in of)] for of in linears]
+    manifest = Manifest(tuple(TensorSpec(name, "float32", (64, 1)) for of_layer in names for name in of_layer))
+    sync_plan = SyncPlan(manifest, (4, 4), 512)
+    sync = BeginSync(
+        version=0, manifest_digest="", manifest_json=None, stage_sizes=(4, 4), bucket_bytes=512, endpoints=((),),
+        sync_index=0, first_reader=0, num_readers=1, replica=0, verify=True, timeout_seconds=10,
+    )  # fmt: skip
+    writers = [ShmWriter(stage, ["r"], [0]) for stage in sync_plan.stages]
+    values = [torch.rand(64) for _ in manifest.tensors]
+    for writer, stage in zip(writers, sync_plan.stages, strict=True):
+        send(writer, stage, values)
+    reader = TurnsReader(tuple(writer.endpoint for writer in writers), 0, torch.device("cpu"))
+    came = {name: tensor.clone() for name, tensor in Unpacker(sync_plan, None, torch.device("cpu")).tensors(sync, reader)}
+    assert list(came) != list(manifest.by_name)
+    whole = with_own_a(came, manifest.by_name)
+    for of_layer, sent in zip(linears, (values[0], values[4]), strict=True):
+        assert all(torch.equal(whole[f"{linear}.lora_A.weight"].view(-1), sent) for linear in of_layer)
     reader.close()
     for writer in writers:
         writer.close()
