@@ -149,9 +149,9 @@ def adam(value: Any) -> str:
 
 
 def count(value: Any) -> int:
-    """The value as a whole number; NotCarriedError if it is not a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise NotCarriedError("no number; write it into the file that was imported, and import it again")
+    """The value as a whole number; NotCarriedError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise NotCarriedError("no whole number; write it into the file that was imported, and import it again")
     return int(value)
 
 

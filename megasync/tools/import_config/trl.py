@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,32 @@ def batch(_: Any, given: Given) -> dict[str, Any]:
     }
 
 
+def share(value: Any, given: Given, key: str) -> int:
+    """A share of all optimizer steps as a number of them."""
+    total = given.get("max_steps") or -1
+    if total <= 0:
+        raise NotCarriedError(f"a share of all steps: set {key} once run.steps is known")
+    return math.ceil(value * count(total))
+
+
+def steps(value: Any, given: Given, key: str) -> int:
+    """A number of optimizer steps, which transformers takes for a share of all below 1 (trainer_callback.py:compute_steps)."""
+    return share(value, given, key) if 0 < value < 1 else count(value)
+
+
 def batches(key: str) -> Rule:
     """A rule that converts a number of optimizer steps, TRL's steps, into a number of batches."""
 
     def rule(value: Any, given: Given) -> dict[str, Any]:
         per_batch = int(batch(None, given)["algorithm.num_minibatches"]) * count(given.get("num_iterations") or 1)
-        return {key: math.ceil(count(value) / per_batch)} if value and value > 0 else {}
+        return {key: math.ceil(steps(value, given, key) / per_batch)} if value and value > 0 else {}
 
     return rule
 
 
-def warmup(value: Any, given: Given) -> dict[str, Any]:
-    total = given.get("max_steps") or -1
-    if value and total <= 0:
-        raise NotCarriedError("a share of all steps: set engine.optimizer.warmup_steps once run.steps is known")
-    return {"engine.optimizer.warmup_steps": math.ceil(value * total)} if value else {}
+def warmup(convert: Callable[[Any, Given, str], int]) -> Rule:
+    key = "engine.optimizer.warmup_steps"
+    return lambda value, given: {key: convert(value, given, key)} if value else {}
 
 
 def clip(_: Any, given: Given) -> dict[str, Any]:
@@ -100,7 +112,7 @@ RULES: dict[str, Rule] = {
     "generation_batch_size": batch, PROCESSES: read_with_another,
     "max_steps": batches("run.steps"), "save_steps": batches("checkpoint.every_steps"),
     "eval_steps": batches("rollout.evaluate_every_steps"),
-    "warmup_ratio": warmup, "epsilon": clip, "epsilon_high": clip,
+    "warmup_ratio": warmup(share), "warmup_steps": warmup(steps), "epsilon": clip, "epsilon_high": clip,
     **dict.fromkeys(
         (f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "cap", "clip_max", "clip_min")), importance
     ),

@@ -75,7 +75,8 @@ def microbatch(value: Any, given: Given) -> dict[str, Any]:
 
 def token_budget(value: Any, given: Given) -> dict[str, Any]:
     """verl's limit is per GPU, megasync's is over all context ranks together."""
-    context = given.get(f"{ACTOR}ulysses_sequence_parallel_size") or 1
+    is_megatron = given[f"{ACTOR}strategy"] == "megatron"
+    context = given.get(f"{ACTOR}{'megatron.context_parallel_size' if is_megatron else 'ulysses_sequence_parallel_size'}") or 1
     return {"engine.tokens_per_microbatch": count(value) * context} if given.get(f"{ACTOR}use_dynamic_bsz") else {}
 
 

@@ -116,6 +116,9 @@ def _has(found: Carried, value: object) -> bool:
         ("verl", {"actor_rollout_ref.rollout.name": "sglang"}, "vLLM"),
         ("trl", {"loss_type": "cispo"}, "no such value"), ("trl", {"scale_rewards": "batch"}, "no such value"),
         ("trl", {"warmup_ratio": 0.1}, "once run.steps is known"), ("trl", {"optim": "lion_8bit"}, "AdamW"),
+        ("trl", {"save_steps": 0.1}, "set checkpoint.every_steps once run.steps is known"),
+        ("trl", {"warmup_steps": 0.1}, "once run.steps is known"), ("trl", {"save_steps": 12.5}, "no whole number"),
+        ("verl", {"trainer.save_freq": 0.5}, "no whole number"),
         ("trl", {"use_peft": True, "lora_target_modules": ["q_proj"]}, "q_proj"),
         ("trl", {"reward_funcs": "org/reward-model"}, "no model"),
         ("trl", {"reward_funcs": "lib.right", "reward_weights": [1.0, 0.1]}, "1 reward_funcs"),
@@ -124,6 +127,24 @@ def _has(found: Carried, value: object) -> bool:
 def test_what_has_no_counterpart_is_named_with_the_reason(project: str, given: dict[str, Any], reason: str) -> None:
     found = convert(given, project)
     assert any(name.startswith(f"{list(given)[-1]}=") and reason in text for name, text in found.left.items()), found.left
+
+
+def test_numbers_of_steps_below_1_are_shares_of_all() -> None:
+    """As transformers reads save_steps, eval_steps and warmup_steps; cut off they would be 0, which switches off."""
+    of_batch = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 100}
+    found = convert({**of_batch, "save_steps": 0.1, "eval_steps": 0.05, "warmup_steps": 0.03}, "trl").keys
+    names = ("run.steps", "checkpoint.every_steps", "rollout.evaluate_every_steps", "engine.optimizer.warmup_steps")
+    assert [found[name] for name in names] == [50, 5, 3, 3]
+    assert convert({"warmup_steps": 10.0}, "trl").keys["engine.optimizer.warmup_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key"), [("megatron", "megatron.context_parallel_size"), ("fsdp", "ulysses_sequence_parallel_size")]
+)
+def test_verls_tokens_of_a_gpu_are_those_of_all_context_ranks(strategy: str, key: str) -> None:
+    given = {"strategy": strategy, key: 4, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8192}
+    found = convert({f"actor_rollout_ref.actor.{name}": value for name, value in given.items()}, "verl").keys
+    assert (found["engine.parallel.context"], found["engine.tokens_per_microbatch"]) == (4, 4 * 8192)
 
 
 def test_a_yaml_of_verl_with_interpolations_and_one_that_is_none(tmp_path: Path) -> None:
