@@ -28,11 +28,11 @@ def plain_rewards(names: Sequence[str]) -> Callable[[Call], list[float]]:
     rewards = _imported(names)
 
     def run(call: Call) -> list[float]:
-        reward = rewards[call.reward]
+        reward, num_samples = rewards[call.reward], len(call.samples)  # before the function can change the list
         value = _called(reward, call)
         if inspect.isawaitable(value):  # of a function that does not look like an async one
             value = asyncio.run(_wait(value))
-        return numbers(value, reward, len(call.samples))
+        return numbers(value, reward, num_samples)
 
     return run
 
@@ -42,8 +42,8 @@ def async_rewards(names: Sequence[str]) -> Callable[[Call, Any], Awaitable[list[
     rewards = _imported(names)
 
     async def run(call: Call, _: Any) -> list[float]:
-        reward = rewards[call.reward]
-        return numbers(await _called(reward, call), reward, len(call.samples))
+        reward, num_samples = rewards[call.reward], len(call.samples)
+        return numbers(await _called(reward, call), reward, num_samples)
 
     return run
 
@@ -74,7 +74,7 @@ def numbers(value: Any, reward: Reward, num_samples: int) -> list[float]:
     if not reward.takes_list:
         return [_number(value)]
     try:
-        values = None if isinstance(value, str | bytes | dict) else list(value)
+        values = None if isinstance(value, str | bytes | dict | set | frozenset) else list(value)
     except TypeError:
         values = None
     if values is None or len(values) != num_samples:

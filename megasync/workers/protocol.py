@@ -1,4 +1,4 @@
-"""Messages between the trainer and a worker: pickled lists of named tuples, each list after its length in 8 bytes.
+"""Messages between the trainer and a worker: lists of named tuples, pickled one by one, each list after its length in 8 bytes.
 
     writer.write(pack([Begin(7, payload)]))
     async for message in receive(reader): ...
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import pickle
 import struct
 from collections.abc import AsyncIterator, Sequence
@@ -108,14 +109,22 @@ class Ended(NamedTuple):
 
 
 def pack(messages: Sequence[tuple[Any, ...]]) -> bytes:
-    body = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
+    """What messages share is no longer shared where they are unpacked: a job may change its arguments."""
+    body = b"".join(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL) for message in messages)
     return LENGTH.pack(len(body)) + body
 
 
-def read(file: BinaryIO) -> Any:
+def unpacked(body: bytes) -> list[Any]:
+    file, messages = io.BytesIO(body), list[Any]()
+    while file.tell() < len(body):
+        messages.append(pickle.load(file))  # noqa: S301 # from a process of ours
+    return messages
+
+
+def read(file: BinaryIO) -> list[Any] | None:
     """The next list of messages; None: the other side has hung up."""
     header = file.read(LENGTH.size)
-    return pickle.loads(file.read(*LENGTH.unpack(header))) if header else None  # noqa: S301 # from a process of ours
+    return unpacked(file.read(*LENGTH.unpack(header))) if header else None
 
 
 async def receive(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
@@ -125,7 +134,7 @@ async def receive(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
         while data := await reader.read(READ_BYTES):
             unread += data
             while len(unread) >= (end := _end(unread)):
-                messages = pickle.loads(memoryview(unread)[LENGTH.size : end])  # noqa: S301 # from a process of ours
+                messages = unpacked(bytes(memoryview(unread)[LENGTH.size : end]))
                 del unread[:end]
                 for message in messages:
                     yield message

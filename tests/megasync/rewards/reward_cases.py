@@ -31,6 +31,22 @@ def rank(samples: Sequence[RewardInput]) -> list[float]:
     return [float(order.index(index)) for index in range(len(samples))]
 
 
+def takes_out(samples: list[RewardInput]) -> list[float]:
+    """Leaves an empty list behind."""
+    return [length(samples.pop(0)) for _ in range(len(samples))]
+
+
+def uses_up(sample: RewardInput) -> float:
+    """The number of marks that are left, all of which it takes."""
+    found = len(sample.extra["marks"])
+    sample.extra["marks"].clear()
+    return float(found)
+
+
+def in_no_order(samples: list[RewardInput]) -> set[float]:
+    return {length(sample) for sample in samples}
+
+
 def too_few(samples: list[RewardInput]) -> list[float]:
     return [0.0] * (len(samples) - 1)
 

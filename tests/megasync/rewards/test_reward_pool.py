@@ -64,6 +64,13 @@ def test_a_function_of_a_list_gets_the_samples_of_one_prompt() -> None:
     assert totals(f"{CASES}:judges", given("ccc", "a", "bb")) == [3, 1, 2]
     assert [RewardPool(RolloutConfig(reward=f"{CASES}:{name}")).takes_groups for name in ("rank", "length")] == [True, False]
     assert "returned 2 values, a list of 3 numbers is expected" in failure(f"{CASES}:too_few", *given("a", "b", "c"))
+    assert "returned {1.0, 3.0}, a list of 2 numbers is expected" in failure(f"{CASES}:in_no_order", *given("abc", "a"))
+
+
+def test_a_function_may_change_its_arguments() -> None:
+    """Those of the calls that it was sent with are not changed by that, and a list is as long as it was before."""
+    assert totals(f"{CASES}:uses_up", given(*"abcd", marks=[1, 2, 3]), reward_processes=1) == [3] * 4
+    assert totals(f"{CASES}:takes_out", given("ccc", "a", "bb")) == [3, 1, 2]
 
 
 def test_several_rewards_with_weights() -> None:
