@@ -1,6 +1,7 @@
 """The limit on a job's time. A serial job that is late ends with its worker; a concurrent one is cancelled first.
 
 The clock stands still while a job waits for the trainer (pool.py). Time in which another job blocks the event loop is given back.
+A job that is found to be late by a trainer that has stood still itself, by its own loop or the whole machine, gets a new limit.
 Leaves out which jobs fail when a worker ends (pool.py).
 """
 
@@ -35,11 +36,15 @@ class TimeLimit:
 
     def _look(self, state: WorkerState) -> None:
         """End the jobs that are late, and look again when the next one is due."""
-        state.timer = None
+        assert state.timer is not None
+        is_behind, state.timer = _is_behind(state.timer.when()), None
         if self.is_serial:
             _find_running(state)
         for job in [one for one in state.jobs.values() if one.due <= time.monotonic()]:
-            self._on_limit(state, job)
+            if is_behind:
+                job.since, job.left_seconds = time.monotonic(), job.limit_seconds
+            else:
+                self._on_limit(state, job)
         running = [one for one in state.jobs.values() if one.since < math.inf]
         if running and state.timer is None and not state.ended_by_us:
             state.timer = state.worker.loop.call_at(min(one.due for one in running), self._look, state)
@@ -83,20 +88,33 @@ def _find_running(state: WorkerState) -> None:
 def cancel(state: WorkerState, job: Job) -> None:
     """Cancel a concurrent job; its worker is killed if it does not end."""
     state.worker.send(Cancel(job.number))
-    state.worker.loop.call_later(GRACE_SECONDS, _kill_with, state, job)
+    _kill_later(state, job, GRACE_SECONDS)
 
 
-def _kill_with(state: WorkerState, job: Job) -> None:
+def _kill_later(state: WorkerState, job: Job, seconds: float) -> None:
+    due = time.monotonic() + seconds
+    state.worker.loop.call_at(due, _kill_with, state, job, due)
+
+
+def _kill_with(state: WorkerState, job: Job, due: float) -> None:
     """Kill the worker of a job that did not end when it was cancelled. Where nothing blocks the worker, the job is guilty."""
     if state.jobs.get(job.number) is not job or state.ended_by_us:
+        return
+    if _is_behind(due):
+        _kill_later(state, job, HELD_SECONDS)
         return
     held, holder = _blocked(state)
     other = state.jobs.get(holder)
     if held > HELD_SECONDS and holder != job.number and held < job.limit_seconds and not (other and other.is_late):
-        state.worker.loop.call_later(held, _kill_with, state, job)  # until that one is late itself
+        _kill_later(state, job, held)  # until that one is late itself
         return
     state.late = job if held <= HELD_SECONDS else None
     state.end("did not end when it was cancelled")
+
+
+def _is_behind(due: float) -> bool:
+    """Whether this event loop has stood still until after `due`: the ends of jobs may have come, and are not read yet."""
+    return time.monotonic() - due > HELD_SECONDS
 
 
 def _blocked(state: WorkerState, since: float = 0.0) -> tuple[float, int]:

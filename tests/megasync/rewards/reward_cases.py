@@ -94,6 +94,11 @@ def naps(sample: RewardInput) -> float:
     return 1.0
 
 
+async def async_naps(sample: RewardInput) -> float:
+    await asyncio.sleep(float(sample.response))
+    return 1.0
+
+
 def gpus(sample: RewardInput) -> float:
     return float(len(os.environ["CUDA_VISIBLE_DEVICES"]))
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -222,6 +223,28 @@ def test_samples_after_one_that_ends_their_process_are_scored_by_another(deed: s
 def test_a_sample_is_not_blamed_for_what_one_before_it_has_left_behind() -> None:
     keys = {"reward_processes": 1, "reward_on_failure": "stop"}
     assert totals(f"{CASES}:deed", given("good", "leaves a thread", "takes a second", "good"), **keys) == [4] * 4
+
+
+@pytest.mark.parametrize("name", ["deed", "async_deed"])
+def test_a_child_that_comes_back_answers_for_no_sample(name: str) -> None:
+    """It would report the error as its parent's, and read the calls that follow in its place."""
+    samples = given("good", "forks in vain", *["fine"] * 40)
+    assert totals(f"{CASES}:{name}", samples, reward_processes=1, reward_timeout_seconds=10) == [4] * 42
+
+
+def test_a_trainer_that_stands_still_makes_no_sample_late() -> None:
+    """It reads only after their limit that they have ended."""
+
+    async def main() -> list[float]:
+        reward = {f"{CASES}:naps": 1.0, f"{CASES}:async_naps": 1.0}
+        with RewardPool(RolloutConfig(reward=reward, reward_timeout_seconds=1.0, reward_processes=1)) as pool:
+            await pool.score(given("0")[0])
+            scored = asyncio.ensure_future(pool.score_group(given("0.3", "0.2")))
+            await asyncio.sleep(0.1)
+            time.sleep(2.5)
+            return [one.total for one in await scored]
+
+    assert asyncio.run(main()) == [2, 2]
 
 
 def test_only_the_guilty_of_many_side_by_side_fail(caplog: pytest.LogCaptureFixture) -> None:
