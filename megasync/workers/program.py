@@ -84,6 +84,7 @@ def run_serial(connection: socket.socket, notes: int, start: Start, received: It
     """Jobs in the order of their Begin; no other message follows. The ends of short ones are sent together."""
     function, ready = load(start)
     connection.sendall(pack([ready]))
+    worker = os.getpid()
     for begins in received if not ready.problem else ():
         ended, last_sent = list[Ended](), time.monotonic()
         for begin in begins:
@@ -93,11 +94,18 @@ def run_serial(connection: socket.socket, notes: int, start: Start, received: It
                 value, failure = function(begin.payload), None
             except BaseException as error:  # noqa: BLE001 # the user's; the trainer reports it
                 value, failure = None, failure_of(error)
+            end_if_forked(worker)
             now = time.monotonic()
             ended.append(Ended(begin.job, value, failure, now - started))
             if begin is begins[-1] or now - last_sent > MAX_UNSENT_SECONDS:
                 connection.sendall(pack(ended))
                 ended, last_sent = [], now
+
+
+def end_if_forked(worker: int) -> None:
+    """A child that a job has forked, and that comes back from it, would read and answer beside the worker."""
+    if os.getpid() != worker:
+        os._exit(1)
 
 
 def note(notes: int, begin: float, number: int) -> None:
@@ -133,7 +141,7 @@ class Concurrent:
     """Runs jobs side by side in the event loop."""
 
     def __init__(self, connection: socket.socket, notes: int) -> None:
-        self.connection, self.notes = connection, notes
+        self.connection, self.notes, self.pid = connection, notes, os.getpid()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.replies: dict[tuple[int, int], asyncio.Future[Any]] = {}
 
@@ -157,7 +165,8 @@ class Concurrent:
         if isinstance(message, Begin):
             self.tasks[message.job] = asyncio.get_running_loop().create_task(self._run_job(message))
         elif isinstance(message, Cancel) and message.job in self.tasks:
-            self.tasks[message.job].cancel()
+            # after its first step: a task that is cancelled before runs no line, and would send no end
+            asyncio.get_running_loop().call_soon(self.tasks[message.job].cancel)
         elif isinstance(message, Reply):
             reply = self.replies.get((message.job, message.number))
             if reply is not None and not reply.done():
@@ -187,11 +196,13 @@ class Concurrent:
             with self.children.of(number) if self.children is not None else contextlib.nullcontext():
                 yield
         finally:
+            end_if_forked(self.pid)
             note(self.notes, now := time.monotonic(), 0)
             if now - begin > LONG_STEP_SECONDS:
                 self.send(HeldUp(number, now - begin))
 
     def _tick(self) -> None:
+        end_if_forked(self.pid)
         note(self.notes, time.monotonic(), 0)
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 

@@ -123,6 +123,8 @@ class RemoteWorker:
             self._lose_by(error)
 
     def _take_in(self, collected: Collected) -> None:
+        if self._is_over:  # lost by a call beside this one
+            return
         self._running = time.monotonic() - collected.step_seconds, collected.job
         for message in collected.messages:
             self.owner.on_message(self, message)

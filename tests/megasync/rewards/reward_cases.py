@@ -135,6 +135,14 @@ def leaves() -> float:
     os._exit(3)
 
 
+def forks_in_vain() -> float:
+    """As pty.fork and os.execvp do for a program that is not there: the child comes back with an error."""
+    if os.fork() == 0:
+        os.execvp("no-such-program", ["no-such-program"])
+    time.sleep(0.3)
+    return 4.0
+
+
 def leaves_a_thread() -> float:
     """That ends the process later, when it works on what comes next."""
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -147,6 +155,7 @@ def takes_a_second() -> float:
 
 
 DEEDS = {
+    "forks in vain": forks_in_vain,
     "leaves a thread": leaves_a_thread,
     "takes a second": takes_a_second,
     "raises": raises,
