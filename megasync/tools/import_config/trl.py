@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = {  # TRL's defaults that differ from megasync's, or t
 MODES = {"token_truncate": ("tis", "token"), "token_mask": ("mask", "token"), "sequence_truncate": ("tis", "sequence")}
 MODES |= {"sequence_mask": ("mask", "sequence")}
 MATH = ("accuracy_reward", "trl.rewards.accuracy_reward")
+PEFTS_OWN = "without lora_target_modules PEFT adapts few linears, of most models those of q and v: engine.lora.targets has all"
 PROCESSES = "num_processes"  # not a key of TRL's, but of accelerate's launch
 
 
@@ -98,6 +99,15 @@ def rewards(_: Any, given: Given) -> dict[str, Any]:
     return {"rollout.reward": {name: float(weight) for name, weight in found.items()}} if found else {}
 
 
+def adapter(_: Any, given: Given) -> dict[str, Any]:
+    """With TRL's own rank, alpha and dropout where they are not given (trl/trainer/model_config.py)."""
+    if not given.get("use_peft"):
+        return {}
+    keys = {"rank": ("lora_r", 16), "alpha": ("lora_alpha", 32), "dropout": ("lora_dropout", 0.05)}
+    found = {f"engine.lora.{key}": given.get(name, default) for key, (name, default) in keys.items()}
+    return {**found, "engine.lora.rank": count(found["engine.lora.rank"])}
+
+
 def folder(value: Any, given: Given) -> dict[str, Any]:
     path = Path(str(value))
     return {"run.dir": str(path.parent)} | ({} if given.get("run_name") else {"run.name": path.name})
@@ -119,8 +129,8 @@ RULES: dict[str, Rule] = {
     "bf16": dtype("bfloat16"), "fp16": dtype("float16"),
     "dtype": lambda value, _: same("model.dtype", value),
     "reward_funcs": rewards, "reward_weights": rewards,
-    "output_dir": folder, "log_completions": read_with_another, "use_peft": read_with_another,
-    "lora_r": lambda value, given: {"engine.lora.rank": count(value)} if given.get("use_peft") else {},
+    "output_dir": folder, "log_completions": read_with_another,
+    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout"), adapter),
 }  # fmt: skip
 
 
@@ -136,4 +146,5 @@ def to_do(given: Given) -> list[str]:
         f"counted with {given.get(PROCESSES, 1)} processes of TRL's: write num_processes: N into its file if there were others",
         "set data.chat_template: true where prompts are conversations, and data.answer_key to the answers' column",
         *([] if given.get("reward_funcs") else [of_reward]),
+        *([PEFTS_OWN] if given.get("use_peft") and not given.get("lora_target_modules") else []),
     ]

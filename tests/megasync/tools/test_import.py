@@ -138,6 +138,16 @@ def test_numbers_of_steps_below_1_are_shares_of_all() -> None:
     assert convert({"warmup_steps": 10.0}, "trl").keys["engine.optimizer.warmup_steps"] == 10
 
 
+def test_an_adapter_of_trl_has_its_defaults() -> None:
+    """`use_peft` alone is one of rank 16, not a run that trains all weights."""
+    found = convert({"use_peft": True}, "trl")
+    own = {name: value for name, value in found.keys.items() if "lora" in name}
+    assert own == {"engine.lora.rank": 16, "engine.lora.alpha": 32, "engine.lora.dropout": 0.05}
+    assert any("engine.lora.targets" in line for line in found.to_do) and not found.left
+    for without in ({"use_peft": False}, {"lora_r": 8, "lora_alpha": 16}):
+        assert not any("lora" in name for name in convert(without, "trl").keys)
+
+
 @pytest.mark.parametrize(
     ("strategy", "key"), [("megatron", "megatron.context_parallel_size"), ("fsdp", "ulysses_sequence_parallel_size")]
 )
