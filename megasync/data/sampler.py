@@ -72,17 +72,20 @@ class Difficulty:
         found = {name: [index for index, each in enumerate(examples) if each.source == name] for name in self.weights}
         self.sources = list(found.values()) if weights else [list(range(len(examples)))]
         self.places, self.turns, self.step = [0] * len(self.sources), 0, 0
+        self.ends: list[int] = []  # of the pass, by source; none before it has begun
         self.equal: dict[int, int] = {}  # visits in a row with equal rewards, by index
         self.until: dict[int, int] = {}  # the step after which an index comes back
 
     def __iter__(self) -> Iterator[int]:
-        for own in self.sources:
-            self._wake(own)
-        ends = [(place // len(own) + 1) * len(own) for place, own in zip(self.places, self.sources, strict=True)]
+        if not self.ends:  # else it goes on, in a resumed run
+            for own in self.sources:
+                self._wake(own)
+            self.ends = [(place // len(own) + 1) * len(own) for place, own in zip(self.places, self.sources, strict=True)]
         while True:
             source, _ = turn(tuple(self.weights.values()), self.turns)
-            index = self._next(source, ends[source])
+            index = self._next(source, self.ends[source])
             if index is None:
+                self.ends = []
                 return
             self.turns += 1
             yield index
@@ -115,13 +118,14 @@ class Difficulty:
                 self.until[visit.index] = visit.step + self.rest_steps
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"places": self.places, "turns": self.turns, "step": self.step}
+        own = {"places": self.places, "ends": self.ends, "turns": self.turns, "step": self.step}
         return {**own, "equal": [*self.equal.items()], "until": [*self.until.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(state["places"]) != len(self.sources):
             raise ValueError(f"{len(state['places'])} sources, and data.train has {len(self.sources)}")
         self.places, self.turns, self.step = state["places"], state["turns"], state["step"]
+        self.ends = state.get("ends", [])  # a former version's has none
         self.equal, self.until = dict(state["equal"]), dict(state["until"])
 
 

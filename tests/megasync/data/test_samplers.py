@@ -96,7 +96,8 @@ def data_of(name: str, batch_size: int = 4, **arguments: Any) -> DataConfig:
 def test_easy_and_hard_prompts_rest_and_come_back(visits: int, rest_steps: int, stop: int, source: Any) -> None:
     """From any checkpoint a run goes on with the prompts that it would have taken; no batch has a prompt twice in a pass."""
     data = data_of("difficulty", visits=visits, rest_steps=rest_steps)
-    equal = {index for index in range(12) if source.random() < 0.5}
+    share = source.choice([0.5, 1.0])  # of 1 all rest, and some are woken where a pass begins
+    equal = {index for index in range(12) if source.random() < share}
     order, seen, rests = SampledOrder(data, EXAMPLES, 7), dict[int, int](), Counter[int]()
     resumed: SampledOrder | None = None
     for step in range(1, 41):
