@@ -9,6 +9,7 @@ without lora an "adapter" is a copy of the whole model, which is trained in all 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from engine.config import DELTA_NET_TARGETS, LATENT_TARGETS, LoraConfig, LoraTarget
 from engine.engine import Engine
 from engine.model import lora
 from engine.peft import factors
+from engine.peft.folder import fingerprint
 from engine.runtime.tensor_file import save_tensors
 from engine.wrap.items import Adapter, AdapterItem
 from engine.wrap.optimizer import inner_optimizers, local
@@ -109,6 +111,7 @@ class Adapters:
         self._live = self._make_state()
         self.is_full = not engine.config.lora.rank
         whole = self.parameters(self._live) if self.is_full else {}
+        self._settings = _settings(engine)
         self._base = {key: tensor.to("cpu", copy=True) for key, tensor in whole.items()}  # of the base model
         self.specs: dict[str, AdapterSpec] = {}
         self._num_resident = 0 if self.is_full else min(num_resident, self._room())
@@ -163,19 +166,33 @@ class Adapters:
     def save(self, name: str, folder: Path) -> None:
         """This rank's file of the whole state, in a folder that is there."""
         self.activate(name)
-        save_tensors({key: tensor.cpu() for key, tensor in self._live.items()}, folder / self.file)
+        self.write(self._live, folder)
 
-    def load(self, name: str, folder: Path, *, with_optimizer: bool) -> None:
-        """The state that `save` wrote, by the same layout. Without the optimizer its state and the gradients are zero."""
-        tensors = load_file(folder / self.file)
-        if any(key not in tensors or tensors[key].shape != tensor.shape for key, tensor in self._live.items()):
-            raise RefusedError(f"{folder.name}: it was saved with another engine.wrap or model.dtype")
+    def load(self, name: str, tensors: Mapping[str, torch.Tensor], *, with_optimizer: bool) -> None:
+        """The state that `save` wrote, as `read`. Without the optimizer its state and the gradients are zero."""
         self.activate(name)
         for key, tensor in self._live.items():
             if with_optimizer or key.startswith(("parameter", "main")):
                 tensor.copy_(tensors[key])
             else:
                 tensor.zero_()
+
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        """This rank's file of tensors of an adapter."""
+        metadata = {"settings": json.dumps(self._settings)}
+        save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / self.file, metadata)
+
+    def read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The tensors that `write` wrote. RefusedError where the engine then was such that they have another meaning here."""
+        where = f"{folder.parent.name}/{folder.name}"
+        if not (folder / self.file).exists():
+            raise RefusedError(f"{where}: it was saved by another number of ranks")
+        with safe_open(folder / self.file, framework="pt") as file:
+            saved: dict[str, Any] = json.loads(file.metadata()["settings"])
+            for key, now in self._settings.items():
+                if saved.get(key) != now:
+                    raise RefusedError(f"{where}: it was saved with {key} = {saved.get(key)}, which is {now} now")
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is no dict
 
     def save_peft(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
         """Name and tensors of this stage's part of a PEFT folder, as factors.stage_file's."""
@@ -313,6 +330,18 @@ def _check(engine: Engine) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise ValueError(problem)
+
+
+def _settings(engine: Engine) -> dict[str, Any]:
+    """What has to be the same for an adapter's tensors, by key; without lora they are whole models and need no base."""
+    config, own = engine.config, engine.config.lora
+    found: dict[str, Any] = {"model.dtype": engine.model.dtype, "engine.wrap": config.wrap, "engine.lora.rank": own.rank}
+    found |= {f"engine.parallel.{name}": getattr(config.parallel, name) for name in ("tensor", "pipeline", "expert")}
+    found["engine.parallel.pipeline_layers"] = list(engine.stage_layers)
+    if own.rank:
+        found |= {"engine.lora.alpha": own.alpha, "engine.lora.rslora": own.rslora, "engine.lora.targets": sorted(own.targets)}
+        found["model.path"] = f"a model of the fingerprint {fingerprint(Path(engine.model.path))[:16]}"
+    return found
 
 
 def _cut(item: AdapterItem, rank: int) -> AdapterItem:

@@ -91,7 +91,7 @@ class Engine:
             own: functions that replace those named by `algorithm`.
             teacher: the model that the policy is distilled from.
         """
-        self.config, self.algorithm, self.own = engine, algorithm, own
+        self.model, self.config, self.algorithm, self.own = model, engine, algorithm, own
         self.temperature = sampling.temperature if algorithm.name == "grpo" else 1.0
         self.max_new_tokens = sampling.max_new_tokens
         check_limit(algorithm, sampling)

@@ -217,8 +217,8 @@ def serve_rank(given: argparse.Namespace) -> int:
             engine = build_engine(config)
             replicas: RankZero[ReplicaPool] = RankZero(pool)
             worker = Worker(config, engine, replicas)
-        ends.callback(worker.close)
-        done = worker.restore()
+            ends.callback(worker.close)
+            done = worker.restore()
         front = RankZero(lambda: Front(config, worker, replicas, done, ends, given.port, os.environ.get(KEY, "")))
         serve(worker, front, done)
     return 0

@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from bridge.export.adapter import AdapterSource
 from bridge.export.adapter import AdapterSpec as SentAdapter
 from bridge.generation import NO_ADAPTER
@@ -107,7 +105,7 @@ class Worker:
         """Like `save_weights`. Replicas that have weights of this name do not notice that they are overwritten."""
 
         def write(partial: Path) -> None:
-            save_tensors(self.adapters.factors(model), partial / self.adapters.file)
+            self.adapters.write(self.adapters.factors(model), partial)
 
         found = self._save("save_weights_for_sampler", model, name, write, overwrite=overwrite, seq=seq)
         return {"sampling_session_id": sampler, "type": found["type"]} if sampler else found
@@ -126,16 +124,14 @@ class Worker:
 
     def load_weights(self, model: str, path: str, *, with_optimizer: bool, is_new: bool) -> dict[str, Any]:
         folder = self.folder_of(path, "weights")
-        spec = self._spec(folder, path)
-        if not (folder / self.adapters.file).exists():
-            raise RefusedError(f"path = {path!r}: it was saved by another number of ranks")
+        spec, tensors = self._spec(folder, path), self.adapters.read(folder)
         if is_new:
             self._create(model, spec)
         self._check_model(model)
         own = self.adapters.specs[model]
         if (own.rank, own.targets) != (spec.rank, spec.targets):
             raise RefusedError(f"path = {path!r}: it has {spec}, the model {own}")
-        self.adapters.load(model, folder, with_optimizer=with_optimizer)
+        self.adapters.load(model, tensors, with_optimizer=with_optimizer)
         return {"path": path, "model_id": model, "type": "load_weights"}
 
     def delete_checkpoint(self, path: str) -> dict[str, Any]:
@@ -164,7 +160,7 @@ class Worker:
         spec, tensors = None, {}
         if version != BASE:
             folder = self.folder_of(version, "sampler_weights")
-            spec, tensors = self._spec(folder, version), load_file(folder / self.adapters.file)
+            spec, tensors = self._spec(folder, version), self.adapters.read(folder)
         self.adapters.show(spec, tensors)
         rank = self.config.engine.lora.rank
         if isinstance(self._source, AdapterSource):
@@ -220,7 +216,7 @@ class Worker:
             index = json.loads((folder / SPEC).read_text())
             for number, (model, spec) in enumerate(index["models"].items()):
                 self.adapters.create(model, AdapterSpec(**spec))
-                self.adapters.load(model, folder / str(number), with_optimizer=True)
+                self.adapters.load(model, self.adapters.read(folder / str(number)), with_optimizer=True)
         return int(found)
 
     def folder_of(self, path: str, kind: str = "") -> Path:

@@ -36,7 +36,8 @@ ALPHA, RANK = 16.0, 8
 def build(path: str, **options: Any) -> Driven:
     split = ParallelConfig(**options.pop("parallel", {}))
     parallel.initialize(split, seed=0)
-    lora = LoraConfig(rank=options.pop("rank", RANK), alpha=ALPHA, targets=options.pop("targets", LORA_TARGETS))
+    rank, targets = options.pop("rank", RANK), options.pop("targets", LORA_TARGETS)
+    lora = LoraConfig(rank=rank, alpha=options.pop("alpha", ALPHA), targets=targets)
     model = ModelConfig(path=path, dtype=options.pop("dtype", "float32"))
     wrap, tokens = options.pop("wrap", "ddp"), {"tokens_per_microbatch": 40, **options}
     engine = EngineConfig(wrap=wrap, parallel=split, lora=lora, **tokens)
@@ -192,9 +193,25 @@ def in_turns(path: str, parallel: dict[str, int], targets: Sequence[str] = LORA_
     with tempfile.TemporaryDirectory() as folder:
         driven.adapters.save("two", Path(folder))
         after = train(driven, "two", range(3, 5))
-        driven.adapters.load("two", Path(folder), with_optimizer=True)
+        driven.adapters.load("two", driven.adapters.read(Path(folder)), with_optimizer=True)
         equal["resumed"] = train(driven, "two", range(3, 5)) == after
     return equal
+
+
+@leaves_groups
+def read_by_others(path: str, folder: str, others: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What an engine says to an adapter that one on all ranks' data parallelism has saved, by how it is another engine."""
+    driven = build(path)
+    driven.adapters.create("mine", AdapterSpec(rank=RANK))
+    driven.adapters.save("mine", Path(folder))
+    said = {}
+    for name, options in others.items():
+        leave_groups()
+        try:
+            build(**{"path": path, **options}).adapters.read(Path(folder))
+        except RefusedError as error:
+            said[name] = str(error)
+    return said
 
 
 @leaves_groups

@@ -156,7 +156,7 @@ def all_parameters(path: str, parallel: dict[str, int], **options: Any) -> dict[
         driven.adapters.save(name, Path(folder))
         sent = driven.adapters.factors(name)
         after = train(driven, name, range(2))
-        driven.adapters.load(name, Path(folder), with_optimizer=True)
+        driven.adapters.load(name, driven.adapters.read(Path(folder)), with_optimizer=True)
         driven.adapters.show(None, {})
         shown = same(whole(driven), base)
         resumed = train(driven, name, range(2)) == after

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import write_tiny_model
 
-from engine.config import LATENT_TARGETS
+from engine.config import LATENT_TARGETS, LORA_TARGETS
 from engine.shared import groups
 
 CASES, TORCH, SHARED = (f"tests.engine.driven_{kind}" for kind in ("cases", "torch_cases", "shared_cases"))
@@ -84,6 +84,17 @@ def test_adapters_of_experts_in_turns(tmp_path: Path, num_ranks: int, layout: di
     path = str(write_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2))
     for equal in run_ranks(num_ranks, f"{CASES}:in_turns", {"path": path, "parallel": layout, **options}):
         assert equal == dict.fromkeys(equal, True)
+
+
+def test_an_adapter_is_not_read_where_it_would_compute_something_else(model: str, tmp_path: Path) -> None:
+    """Its tensors have the same shapes and numbers there: of other layers, of another scale, beside another base."""
+    other = str(write_tiny_model(tmp_path / "other", "qwen3", tied=True, seed=1, num_hidden_layers=2))
+    others: dict[str, dict[str, Any]] = {"none": {}, "engine.parallel.pipeline = 1": {"parallel": {"pipeline": 2}}}
+    others |= {"engine.lora.alpha = 16.0": {"alpha": 8.0}, "model.dtype = float32": {"dtype": "bfloat16"}}
+    others |= {"model.path = ": {"path": other}, "engine.lora.targets = ": {"targets": LORA_TARGETS[:3]}}
+    for said in run_ranks(2, f"{CASES}:read_by_others", {"path": model, "folder": str(tmp_path), "others": others}):
+        assert said.keys() == others.keys() - {"none"}
+        assert all(f"was saved with {name}" in text for name, text in said.items()), said
 
 
 def test_adapters_of_experts_are_those_of_peft_in_any_layout(tmp_path: Path) -> None:
