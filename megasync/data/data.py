@@ -86,7 +86,7 @@ class Keys:
         return [TOOLS, ARGUMENTS, *(key.partition(".")[0] for key in (self.prompt, self.answer)), self.prompt, self.answer]
 
 
-def load_examples(
+def load_examples(  # noqa: PLR0913 # how a file is read, by name
     path: str | Path,
     prompt_key: str,
     answer_key: str,
@@ -95,13 +95,14 @@ def load_examples(
     section: str = "data",
     split_key: str = "data.split",
     is_supervised: bool = False,
+    trains: bool = True,
     note: Note = lambda _: None,
 ) -> list[Example]:
     """All examples in the order of the files. A key a.b is field b of column a, unless there is a column a.b.
 
     `answer_key` empty: answers are empty. `section` and `split_key`: config keys that error messages name. `is_supervised`: a
-    list of messages may end with the assistant's turn, and an answer may be a list of messages. `note` gets a line about each
-    conversion of values.
+    list of messages may end with the assistant's turn, and an answer may be a list of messages. With `trains` there has to be
+    one, and all of its turns are the completion, else the last one alone. `note` gets a line about each conversion of values.
 
     Raises:
         ConfigError: names file, line or row, key, reason and remedy.
@@ -111,7 +112,7 @@ def load_examples(
     has_shards = len({place.rpartition(":")[0] for place, _ in rows}) > 1
     _decode_messages(rows, keys, notes.setdefault, is_supervised=is_supervised)
     examples = [
-        _example(place, row, number, keys, is_supervised=is_supervised, has_shards=has_shards)
+        _example(place, row, number, keys, is_supervised=is_supervised, trains=trains, has_shards=has_shards)
         for number, (place, row) in enumerate(rows, start=1)
     ]
     if not examples:
@@ -156,19 +157,24 @@ def _notes(rows: Sequence[tuple[str, Row]], keys: Keys) -> list[str]:
     return notes
 
 
-def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bool, has_shards: bool) -> Example:
+def _example(
+    place: str, row: Row, number: int, keys: Keys, *, is_supervised: bool, trains: bool, has_shards: bool
+) -> Example:
     prompt, where = _value(place, row, keys.prompt, f"{keys.section}.prompt_key"), f"{place}: {keys.prompt!r}"
     messages = as_messages(where, prompt, may_answer=is_supervised) if isinstance(prompt, list) else ()
     completion: tuple[Message, ...] = ()
     if messages and messages[-1]["role"] == "assistant":
-        messages, completion = answered(where, messages)
-    has_no_answer = keys.answer == ANSWER_KEY and is_supervised and messages and _field(row, keys.answer) is None
+        messages, completion = answered(where, messages, last=not trains)
+    needs_answer = is_supervised and trains
+    has_no_answer = keys.answer == ANSWER_KEY and needs_answer and messages and _field(row, keys.answer) is None
     has_answer = keys.answer and not completion and not has_no_answer
     answer = _value(place, row, keys.answer, f"{keys.section}.answer_key") if has_answer else ""
     if is_supervised and isinstance(answer, list):
         completion = as_messages(f"{place}: {keys.answer!r}", answer, may_answer=True, is_completion=True)
         messages = messages or ({"role": "user", "content": _text(place, keys.prompt, prompt)},)
-    if is_supervised and messages and not completion and answer == "":
+        if not trains:
+            messages, completion = answered(where, (*messages, *completion), last=True)
+    if needs_answer and messages and not completion and answer == "":
         message = f"{where} ends with the {messages[-1]['role']}'s turn, and there is no answer to train on"
         raise ConfigError(message, remedy="end it with the assistant's turn, or name the answers' column in data.answer_key")
     text = messages[-1].get("content") or "" if messages else _text(place, keys.prompt, prompt)

@@ -74,6 +74,8 @@ def load_data(config: Config, *, trains: bool = True) -> RunData:
 def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: None) -> dict[str, list[Example]]:
     """All examples by key: data.train (if `trains`), data.eval or data.eval.NAME. `note` gets a line about each conversion.
 
+    Without `trains` sets may be those of supervised steps: the prompt of a conversation is what comes before its last answer.
+
     Raises:
         ConfigError: names the key, the file and the line.
     """
@@ -89,7 +91,8 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         split_key = key if key == "data.eval" else f"{section}.split"
         try:
             where = {"split": source.split, "section": section, "split_key": split_key}
-            loaded = load_examples(source.path, *columns, **where, is_supervised=is_supervised, note=notes.append)
+            how = {"is_supervised": is_supervised or not trains, "trains": trains}
+            loaded = load_examples(source.path, *columns, **where, **how, note=notes.append)
             _check_media(config, source, split_key)
             own = key.removeprefix("data.train.") if key.startswith("data.train.") else ""
             examples[key] = [replace(each, source=own, rewards=source.rewards) for each in loaded[: source.limit]]

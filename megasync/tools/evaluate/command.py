@@ -103,8 +103,7 @@ def prepared(source: Source, given: argparse.Namespace) -> tuple[Config, RunData
     config = with_sets(source, given)
     if given.data:  # its errors name the keys and options that it is read by
         keys = config.data.prompt_key, config.data.answer_key
-        is_supervised = config.algorithm.name == "sft"
-        load_examples(given.data, *keys, split=given.split, split_key="--split", is_supervised=is_supervised)
+        load_examples(given.data, *keys, split=given.split, split_key="--split", is_supervised=True, trains=False)
     options.check_servable(config)
     resolve_rewards(config.rollout.reward)
     check_judges(config)

@@ -221,6 +221,21 @@ def test_a_conversation_that_cannot_be_trained_is_named(
     assert words in str(caught.value)
 
 
+def test_where_nothing_is_trained_the_last_answer_is_asked_for(tmp_path: Path) -> None:
+    """With all that comes before it as the prompt, in each form of supervised data."""
+    path, asked = tmp_path / "data.jsonl", {"role": "user", "content": "8?"}
+    rows: list[dict[str, Any]] = [{"q": [*CALLING, asked, PLAIN[1]]}, {"q": [asked], "answer": 9}]
+    rows.insert(1, {"q": CALLING[:1], "answer": [*CALLING[1:], asked, PLAIN[1]]})
+    for row, answer in zip(rows, ("It is 42", "It is 42", "9"), strict=True):
+        path.write_text(json.dumps(row))
+        (example,) = load_examples(path, "q", "answer", is_supervised=True, trains=False)
+        roles = [role for role, _ in example.turns]
+        assert (example.prompt, example.answer, roles[-1]) == ("8?", answer, "user")
+        assert len(roles) == (len(CALLING) + 1 if example.completion else 1)
+    path.write_text(json.dumps({"q": [asked]}))
+    assert load_examples(path, "q", "", is_supervised=True, trains=False)[0].answer == "", "prompts alone"
+
+
 def test_an_answer_key_that_no_conversation_has_is_not_missed(tmp_path: Path) -> None:
     """Its default is for rows of question and answer."""
     path = tmp_path / "data.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -366,6 +367,22 @@ def test_prompts_may_be_messages_with_a_template_alone(run: Path, tmp_path: Path
     file = write(tmp_path / "turns.jsonl", '{"q": [{"role": "user", "content": "1+1="}]}\n')
     assert code(generate, [str(run), "--data", str(file), "data.prompt_key=q"], no_replicas) == 2
     assert "line 1 holds a list of messages" in capsys.readouterr().err
+
+
+def test_the_held_out_conversations_of_a_supervised_run_are_answered(tmp_path: Path) -> None:
+    overrides = ["algorithm.name=sft", "model.dtype=float32", "data.chat_template=true", "data.prompt_key=messages"]
+    turns = [{"role": role, "content": text} for role, text in (("user", "1+1="), ("assistant", "2"))]
+    file = write(tmp_path / "turns.jsonl", json.dumps({"messages": turns}))
+    config = load_config(write_runnable(tmp_path), [*overrides, "rollout.max_new_tokens=8", f"data.eval={file}"])
+    model = write_tiny_model(config.run.folder / "checkpoints/step_00000005/hf", "qwen3")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    save_config(config, config.run.folder / "config.yaml")
+    source = find_source(config.run.folder, tmp_path, None, [])
+    for arguments in ([], ["--data", str(file)]):
+        _, data = evaluate.prepared(source, evaluate.parse([str(config.run.folder), *arguments]))
+        assert [(each.prompt, each.answer) for each in next(iter(data.eval_sets.values()))] == [("1+1=", "2")]
+    asked = generate.prepared(source, generate.parse([str(config.run.folder), "--data", str(file)]))[2]
+    assert [each.turns for each in asked.examples] == [(("user", "1+1="),)]
 
 
 def test_the_first_prompts_of_a_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
