@@ -10,7 +10,8 @@ tokens. Leaves out HTTP (proxy.py) and where tokens come from (the sampler).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -109,7 +110,7 @@ class Model:
         Raises:
             ValueError: these are no token ids.
         """
-        turn = await self._sample(token_ids_of(ids), max_new_tokens, stop)
+        (turn,) = await self._sample(token_ids_of(ids), max_new_tokens, stop)
         tokens = self.renderer.tokens
         token_ids = turn.token_ids.tolist()
         return Completion(token_ids, tokens.decode(tokens.without_stop(token_ids)), turn.finish_reason)
@@ -152,31 +153,44 @@ class Model:
         options: dict[str, Any] = {"max_tokens": max_tokens, "stop": stop, "continue_final_message": continue_final_message}
         return (await self.reply(messages, tools, chat_template_kwargs=chat_template_kwargs, **options)).message
 
-    async def reply(
+    async def reply(self, *arguments: Any, **options: Any) -> Reply:
+        """`chat` with the counts of tokens."""
+        (reply,) = await self.replies(*arguments, **options)
+        return reply
+
+    async def replies(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        num_samples: int = 1,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         keeps_stop: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Reply:
-        """`chat` with the counts of tokens. `keeps_stop`: whether the message has the text of `stop` that ended it."""
+    ) -> list[Reply]:
+        """Several answers to the same messages; if one fails, none is trained.
+
+        keeps_stop: whether a message has the text of `stop` that ended it. The others as for `chat`.
+        """
         asked = self._turn_input(messages, tools, continue_final_message, chat_template_kwargs)
-        prompt, ids = asked.prompt, asked.ids
-        turn = await self._sample(ids, max_tokens, stop)
+        turns = await self._sample(asked.ids, max_tokens, stop, num_samples)
+        return [self._reply(asked, turn, () if keeps_stop else stop) for turn in turns]
+
+    def _reply(self, asked: _TurnInput, turn: Turn, stop: Sequence[str]) -> Reply:
+        """`stop`: texts before which the message ends."""
+        prompt = asked.prompt
         token_ids = [*asked.given, *turn.token_ids.tolist()]
         parsed = asked.renderer.read(prompt.ids, token_ids, asked.tools)
         num_calls = len(parsed.calls) + len(parsed.broken)
         call_ids = tuple(call_id(prompt.ids, token_ids, place) for place in range(num_calls))
         new = behind(parsed, asked.renderer.read(prompt.ids, asked.given, ())) if asked.given else parsed
-        shown, stopped_by = (new, "") if keeps_stop else before_stop(new, stop)
+        shown, stopped_by = before_stop(new, stop)
         message = message_of(shown, call_ids, turn.finish_reason)
         whole = message | {"content": asked.text + message["content"]}
         self._keep(asked.before, whole, Answer(prompt, token_ids, parsed, call_ids))
-        return Reply(message, message.finish_reason, len(ids), len(turn.token_ids), prompt.continues, stopped_by)
+        return Reply(message, message.finish_reason, len(asked.ids), len(turn.token_ids), prompt.continues, stopped_by)
 
     def num_prompt_tokens(
         self,
@@ -223,15 +237,18 @@ class Model:
             self._by_arguments[name] = self.renderer.with_arguments(arguments)
         return self._by_arguments[name]
 
-    async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str]) -> Turn:
+    async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str], number: int = 1) -> list[Turn]:
+        """So many turns with the same prompt; recorded once all have ended."""
         limit, stop = max_new_tokens, (stop,) if isinstance(stop, str) else stop
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ValueError(f"a limit of tokens is {limit!r:.80}: write a whole number from 1 on")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop = {stop!r:.80}: write a list of texts")
-        turn = await self.sampler(ids, max_new_tokens=limit, stop=stop)
-        self.recorder.add(ids, turn)
-        return turn
+        draws = [self.sampler(ids, max_new_tokens=limit, stop=stop) for _ in range(number)]
+        turns = [await draws[0]] if number == 1 else await _all_of(draws)
+        for turn in turns:
+            self.recorder.add(ids, turn)
+        return turns
 
     def _known(self, history: Sequence[Message], keys: Sequence[bytes]) -> tuple[dict[int, Answer], int | None]:
         """Messages that were sampled here, by index, and the last that was sampled after exactly the messages before it."""
@@ -252,6 +269,16 @@ class Model:
         for way in WAYS:  # where no other answer is written so
             self._by_history.setdefault(following(before, made, way), answer)
             self._by_message.setdefault(key(made, way), answer)
+
+
+async def _all_of(draws: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    """If one fails, the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(draw) for draw in draws]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _plain_messages(given: Any) -> list[Message]:

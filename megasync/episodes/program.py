@@ -79,8 +79,10 @@ class Player:
         recorder = TurnRecorder()
         try:
             value = await self.play(given.task, EpisodeModel(self, given, caller, recorder))
-        except EpisodeLimitError as error:
-            return EpisodeEnd(tuple(recorder.numbers), limit=str(error))
+        except BaseException as error:
+            if not (limit := _limit(error)):
+                raise
+            return EpisodeEnd(tuple(recorder.numbers), limit=limit)
         is_cut_off = isinstance(value, Result) and value.is_cut_off
         rewards = _turn_rewards(value, len(recorder.numbers), credits_turns=self.credits_turns)
         return EpisodeEnd(tuple(recorder.numbers), *_result(value, rewards), is_cut_off=is_cut_off, turn_rewards=rewards)
@@ -138,9 +140,9 @@ class EpisodeModel(Model):
         with self._clock.during(ASKING):
             return await super().complete(ids, max_new_tokens=max_new_tokens, stop=stop)
 
-    async def reply(self, *arguments: Any, **options: Any) -> Reply:
+    async def replies(self, *arguments: Any, **options: Any) -> list[Reply]:
         with self._clock.during(ASKING):
-            return await super().reply(*arguments, **options)
+            return await super().replies(*arguments, **options)
 
     @property
     def has_template(self) -> bool:
@@ -148,9 +150,17 @@ class EpisodeModel(Model):
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Access]:
-        """The address of this model, on the loopback, for programs that speak OpenAI's or Anthropic's protocol."""
+        """The address of this model, on the loopback, for programs that speak OpenAI's or Anthropic's protocol.
+
+        A client's error after a request that was refused for a limit becomes an EpisodeLimitError.
+        """
         with (await self._player.proxy()).episode(self) as access:
-            yield access
+            try:
+                yield access
+            except Exception as error:
+                if access.limit:
+                    raise EpisodeLimitError(access.limit) from error
+                raise
 
     def encode(self, text: str) -> list[int]:
         """A text that the model did not sample, such as a tool's answer; nothing is added around it."""
@@ -175,6 +185,14 @@ class Asker:
             raise ValueError(f"a turn was refused: {sampled.problem}")
         arrays = sampled.token_ids, sampled.log_probs, sampled.weight_versions
         return NumberedTurn(*arrays, sampled.finish_reason, number=turn)
+
+
+def _limit(error: BaseException) -> str:
+    """The limit that ends an episode by this error, also where tasks of its own have met it; empty: something else does."""
+    if isinstance(error, BaseExceptionGroup):
+        limits = [_limit(each) for each in error.exceptions]
+        return limits[0] if all(limits) else ""
+    return str(error) if isinstance(error, EpisodeLimitError) else ""
 
 
 def _turn_rewards(value: Any, num_turns: int, *, credits_turns: bool) -> tuple[float, ...]:

@@ -25,6 +25,7 @@ from aiohttp import web
 from megasync.episodes import anthropic_form, openai_form
 from megasync.episodes.chat import Model, Reply
 from megasync.episodes.messages import MessageError
+from megasync.episodes.task import EpisodeLimitError
 from megasync.episodes.upstream_requests import Asked, Form
 
 LOG = logging.getLogger(__name__)
@@ -35,12 +36,13 @@ WITHOUT_EFFECT = "x-megasync-without-effect"  # names fields of the request that
 NO_RETRY = {"x-should-retry": "false"}  # which they read
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Access:
     """The address of an episode's model for programs."""
 
     url: str
     key: str
+    limit: str = ""  # of an episode, for which the last request was refused
 
     @property
     def openai_url(self) -> str:
@@ -71,6 +73,7 @@ class _Call:
 @dataclass(slots=True, eq=False)
 class _Episode:
     model: Model
+    access: Access
     calls: dict[bytes, _Call] = field(default_factory=dict)  # the last of each request
     followed_up: set[bytes] = field(default_factory=set)
 
@@ -114,9 +117,10 @@ class Proxy:
     def episode(self, model: Model) -> Iterator[Access]:
         """Requests with this key are the model's. At the end pending ones are cancelled, and the key becomes unknown."""
         key = f"ep-{secrets.token_urlsafe(24)}"
-        self._episodes[key] = _Episode(model)
+        access = Access(self.url, key)
+        self._episodes[key] = _Episode(model, access)
         try:
-            yield Access(self.url, key)
+            yield access
         finally:
             self._end(key)
 
@@ -150,7 +154,9 @@ class Proxy:
             asked = form.read(await _body(request))
             call = episode.call(asked, request.headers.get(RETRY_HEADER))
             replies = await _wait(call)
+            episode.access.limit = ""
         except ValueError as error:  # a MessageError, or what the sampler has to say of the request
+            episode.access.limit = str(error) if isinstance(error, EpisodeLimitError) else ""
             return _error(form, 400, str(error))
         except Exception as error:
             LOG.exception("an episode's request failed")
@@ -191,7 +197,7 @@ class Proxy:
 
 def _is_retry(call: _Call, retry: str | None) -> bool:
     """The official clients number their retries. A request with number 0 is new, unless the former answer never reached them."""
-    if call.task.done() and (call.task.cancelled() or call.task.exception()):
+    if call.task.cancelling() or (call.task.done() and (call.task.cancelled() or call.task.exception())):
         return False
     if retry is None or retry != "0":
         return True
@@ -199,15 +205,9 @@ def _is_retry(call: _Call, retry: str | None) -> bool:
 
 
 async def _sample(model: Model, asked: Asked) -> list[Reply]:
-    """If one sample fails, the others are cancelled."""
     options: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": asked.stop, "keeps_stop": False}
     options |= {"continue_final_message": asked.continues, "chat_template_kwargs": asked.template}
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(model.reply(asked.messages, asked.tools, **options)) for _ in range(asked.num_samples)]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return await model.replies(asked.messages, asked.tools, num_samples=asked.num_samples, **options)
 
 
 async def _wait(call: _Call) -> list[Reply]:

@@ -117,14 +117,20 @@ class Caller:
     """The connection of one concurrent job to the trainer."""
 
     def __init__(self, jobs: Concurrent, number: int) -> None:
-        self._jobs, self.number, self.num_requests = jobs, number, 0
+        self._jobs, self.number, self.num_requests, self.is_over = jobs, number, 0, False
 
     async def request(self, message: Any) -> Any:
-        """The trainer's reply. A cancelled request is withdrawn."""
+        """The trainer's reply. A cancelled request is withdrawn.
+
+        Raises:
+            RuntimeError: the job has ended, or asks in a thread with an event loop of its own.
+        """
+        if self.is_over:
+            raise RuntimeError("this task asks the model after the end of the episode that has started it")
         request = Request(self.number, self.num_requests, message)
-        self.num_requests += 1
-        reply = self._jobs.replies[request[:2]] = asyncio.get_running_loop().create_future()
         self._jobs.send(request)
+        self.num_requests += 1
+        reply = self._jobs.replies[request[:2]] = self._jobs.loop.create_future()
         try:
             return await reply
         except asyncio.CancelledError:
@@ -135,6 +141,12 @@ class Caller:
 
     def post(self, message: Any) -> None:
         self._jobs.send(Post(self.number, message))
+
+    def end(self) -> None:
+        """Requests of tasks that the job leaves behind are cancelled: nobody would answer them."""
+        self.is_over = True
+        for reply in [reply for (number, _), reply in self._jobs.replies.items() if number == self.number]:
+            reply.cancel()
 
 
 class Concurrent:
@@ -147,6 +159,7 @@ class Concurrent:
 
     async def run(self, start: Start) -> None:
         """Until the trainer hangs up."""
+        self.loop = asyncio.get_running_loop()
         self.children = Children() if start.ends_children else None
         self.function, ready = load(start)
         reader, self.writer = await asyncio.open_unix_connection(sock=self.connection)
@@ -159,14 +172,17 @@ class Concurrent:
 
     def send(self, message: tuple[Any, ...]) -> None:
         """At once: the next step may end the process. A message that cannot be pickled is an error of its sender."""
+        if asyncio.get_running_loop() is not self.loop:
+            remedy = "from a thread use asyncio.run_coroutine_threadsafe(model.chat(...), loop), with the episode's loop"
+            raise RuntimeError(f"the model is asked in another event loop than the episode's: {remedy}")
         self.writer.write(pack([message]))
 
     def _on_message(self, message: Begin | Cancel | Reply) -> None:
         if isinstance(message, Begin):
-            self.tasks[message.job] = asyncio.get_running_loop().create_task(self._run_job(message))
+            self.tasks[message.job] = self.loop.create_task(self._run_job(message))
         elif isinstance(message, Cancel) and message.job in self.tasks:
             # after its first step: a task that is cancelled before runs no line, and would send no end
-            asyncio.get_running_loop().call_soon(self.tasks[message.job].cancel)
+            self.loop.call_soon(self.tasks[message.job].cancel)
         elif isinstance(message, Reply):
             reply = self.replies.get((message.job, message.number))
             if reply is not None and not reply.done():
@@ -174,13 +190,14 @@ class Concurrent:
 
     async def _run_job(self, begin: Begin) -> None:
         CURRENT_JOB.set(begin.job)
-        value, failure = None, None
+        caller, value, failure = Caller(self, begin.job), None, None
         try:
-            value = await Steps(self.function(begin.payload, Caller(self, begin.job)), lambda: self._step(begin.job))
+            value = await Steps(self.function(begin.payload, caller), lambda: self._step(begin.job))
         except BaseException as error:  # noqa: BLE001 # the user's; the trainer reports it
             failure = failure_of(error)
             if isinstance(error, asyncio.CancelledError):
                 failure = Failure("was cancelled", failure.details)
+        caller.end()
         del self.tasks[begin.job]
         if self.children is not None:
             self.children.end(begin.job)
@@ -204,7 +221,7 @@ class Concurrent:
     def _tick(self) -> None:
         end_if_forked(self.pid)
         note(self.notes, time.monotonic(), 0)
-        asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+        self.loop.call_later(TICK_SECONDS, self._tick)
 
 
 class Steps:

@@ -29,6 +29,8 @@ from examples.clients import openai_client
 async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one for each kind
     """Two turns with a tool between them, unless the prompt asks for something else."""
     kind, _, option = task.prompt.partition(" ")
+    marks = task.extra.get("marks", [])
+    marks.append(kind)
     first = await model.complete(task.prompt_ids)
     await asyncio.sleep(float(option) if kind == "good" and option else 0)
     match kind:
@@ -81,8 +83,42 @@ async def episode(task: Task, model: Any) -> Any:  # noqa: C901, PLR0912 - one f
                 ids += (await model.complete(ids)).token_ids
     ids = [*task.prompt_ids, *first.token_ids, *model.encode("=7")]
     second = await model.complete(ids, max_new_tokens=2, stop=["z"])
-    info = {"text": second.text, "seed": task.seed, "parent": os.getppid()}
+    info = {"text": second.text, "seed": task.seed, "parent": os.getppid(), "marks": marks}
     return Result(len(second.token_ids) / 2, {"length": len(ids)}, info)
+
+
+_left: list[asyncio.Task[None]] = []
+
+
+async def on_and_on(task: Task, model: Any) -> float:
+    """Asks for longer and longer turns, in the way that the prompt says, until a limit ends it."""
+
+    async def ask() -> None:
+        ids = list(task.prompt_ids)
+        while True:
+            ids += (await model.complete(ids)).token_ids
+
+    match task.prompt:
+        case "tasks":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(ask())
+                group.create_task(ask())
+        case "program":
+            async with model.serve() as access:
+                environment = os.environ | access.environment()
+                source = PROGRAM.replace("range(2)", "range(99)")
+                started = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=environment)
+                if await started.wait():
+                    raise ValueError("the program has failed")
+        case "thread":
+            await asyncio.to_thread(lambda: asyncio.run(model.complete(task.prompt_ids)))
+        case "left":
+            _left.append(asyncio.create_task(ask()))
+            await asyncio.sleep(0.05)
+    if task.prompt == "looks":
+        while not (_left and _left[0].done()):
+            await asyncio.sleep(0.05)
+    return 1.0
 
 
 async def two_turns(task: Task, model: Any) -> float:
@@ -275,12 +311,13 @@ class Endless(Guess):
 
 
 class Walk:
-    """Three steps. It answers differently once a file exists; `calls`: of reset and step, of this object."""
+    """Three steps, which it writes into its line. It answers differently once a file exists; `calls`: of this object."""
 
     switch = Path(tempfile.gettempdir()) / "megasync-test-answers-otherwise"
 
     def __init__(self, task: Task) -> None:
         self.place = self.calls = 0
+        self.actions = task.extra.setdefault("actions", [])
 
     def reset(self) -> str:
         self.calls += 1
@@ -288,8 +325,9 @@ class Walk:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.place, self.calls = self.place + 1, self.calls + 1
+        self.actions.append(action)
         said = "0" if self.switch.exists() else str(self.place)
-        return said, 1.0, self.place == 3, False, {"calls": self.calls}
+        return said, 1.0, self.place == 3, False, {"calls": self.calls, "actions": len(self.actions)}
 
 
 class StatefulWalk(Walk):

@@ -58,6 +58,7 @@ class Replica:
         return Turn([5] * number, [-0.5] * number, [4] * number, "stop")
 
 
+COLUMNS: dict[str, list[str]] = {"marks": []}  # of all tasks: the same object, as in a group
 Reported = dict[str, tuple[EpisodeEnd, list[tuple[Any, Turn]]]]
 
 
@@ -66,7 +67,7 @@ def play(pool: EpisodePool, prompts: list[str], replica: Replica | None = None) 
     replica = replica or Replica()
 
     async def all_of_them() -> Reported:
-        tasks = [pool.run(Task(prompt, (7, 8, 9), "12", seed=3), replica) for prompt in prompts]
+        tasks = [pool.run(Task(prompt, (7, 8, 9), "12", COLUMNS, seed=3), replica) for prompt in prompts]
         return dict(zip(prompts, await asyncio.gather(*tasks), strict=True))
 
     try:
@@ -94,6 +95,7 @@ def test_an_episode_gets_tokens_and_gives_a_result(side_by_side: Reported) -> No
     assert len(good) == 50
     for ended, turns in good:
         assert (ended.failure, ended.reward, ended.metrics, ended.info["seed"]) == (None, 1.0, {"length": 8.0}, 3)
+        assert ended.info["marks"] == ["good"], "that other episodes left in its line"
         assert [prompt.tolist() for prompt, _ in turns] == [[7, 8, 9], [7, 8, 9, 5, 5, 5, 17, 10]]
         assert [len(turn.token_ids) for _, turn in turns] == [3, 2]
 
@@ -220,17 +222,38 @@ def test_an_unchanged_program_is_an_episode(tmp_path: Path) -> None:
     assert np.array_equal(second[: len(first) + 3], [*first, *turn.token_ids]) and len(second) > len(first) + 3
 
 
+def test_a_limit_ends_an_episode_however_it_asks(tmp_path: Path) -> None:
+    """As tasks of its own, or as a program over HTTP; a task that it leaves behind ends after it."""
+    FAMILIES["qwen3"].tokenizer().save_pretrained(tmp_path)
+    pool = pool_of(str(tmp_path), episode="tests.support.episodes:on_and_on", episode_timeout_seconds=60.0)
+    found = play(pool, ["tasks", "program", "left", "looks", "thread"])
+    for prompt in ("tasks", "program"):
+        ended, turns = found[prompt]
+        assert (ended.failure, ended.limit, ended.reward) == (None, "60 tokens", None) and turns, ended
+        assert finish_reason(ended, turns) == "length"
+    assert [found[prompt][0].reward for prompt in ("left", "looks")] == [1.0, 1.0]
+    assert "the model is asked in another event loop than the episode's" in failure(found, "thread")
+
+
 def test_an_episode_that_nobody_waits_for_ends(folder: str) -> None:
+    """Also one that its process gets together with the news that nobody does; the process continues."""
     pool = pool_of(folder)
 
     async def give_up() -> int:
         waiting = asyncio.ensure_future(pool.run(Task("good 1000", (7,), ""), Replica()))
         other = await pool.run(Task("good", (7,), ""), Replica())
         assert other[0].failure is None
+        workers, blocks = list(pool.workers.states), asyncio.ensure_future(pool.run(Task("naps 0.5", (7,), ""), Replica()))
+        await asyncio.sleep(0.2)
+        early = asyncio.ensure_future(pool.run(Task("good 1000", (7,), ""), Replica()))
+        await asyncio.sleep(0.05)
+        early.cancel()
         waiting.cancel()
+        assert (await blocks)[0].failure is None
         begin = time.monotonic()
         while any(state.jobs for state in pool.workers.states.values()) and time.monotonic() < begin + 10:
             await asyncio.sleep(0.05)
+        assert list(pool.workers.states) == workers
         return sum(len(state.jobs) for state in pool.workers.states.values())
 
     try:

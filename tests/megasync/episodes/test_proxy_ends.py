@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from megasync.episodes.proxy import Access, Proxy
+from megasync.episodes.segments import Turn
 from tests.support.proxies import QUESTION, of_anthropic, of_openai, texts_of, through_proxy
 from tests.support.samplers import Lines, model_of
 
@@ -53,6 +54,50 @@ def test_a_client_that_goes_away_cancels_the_sampling() -> None:
             await asyncio.sleep(0.01)
         completion = await of_openai(access).chat.completions.create(model="any", messages=QUESTION)
         assert completion.choices[0].message.content == "Yes."
+
+    assert texts_of(through_proxy(sampler, talk)) == ["Yes.<|im_end|>"]
+
+
+def test_of_samples_that_are_given_up_none_is_trained() -> None:
+    """Nor are those that had ended before the others were cancelled, which no program got."""
+    sampler = Lines("One", "", "Two", "Three")
+
+    async def talk(access: Access) -> None:
+        url, body = f"{access.openai_url}/chat/completions", {"messages": QUESTION, "n": 2}
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(TimeoutError):
+                await session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=0.5))
+            while not sampler.num_cancelled:
+                await asyncio.sleep(0.01)
+            async with session.post(url, json=body) as response:
+                choices = (await response.json())["choices"]
+        assert [choice["message"]["content"] for choice in choices] == ["Two", "Three"]
+
+    assert texts_of(through_proxy(sampler, talk)) == ["Two<|im_end|>", "Three<|im_end|>"]
+
+
+def test_a_request_that_comes_again_while_it_is_being_cancelled_is_answered() -> None:
+    class Slow(Lines):
+        """Takes a moment to end."""
+
+        async def __call__(self, *arguments: Any, **options: Any) -> Turn:
+            try:
+                return await super().__call__(*arguments, **options)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.5)
+                raise
+
+    sampler = Slow("", "Yes.")
+
+    async def talk(access: Access) -> None:
+        url = f"{access.openai_url}/chat/completions"
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(TimeoutError):
+                await session.post(url, json={"messages": QUESTION}, timeout=aiohttp.ClientTimeout(total=0.5))
+            while not sampler.num_cancelled:
+                await asyncio.sleep(0.01)
+            async with session.post(url, json={"messages": QUESTION}) as response:
+                assert (await response.json())["choices"][0]["message"]["content"] == "Yes."
 
     assert texts_of(through_proxy(sampler, talk)) == ["Yes.<|im_end|>"]
 
