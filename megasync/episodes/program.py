@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import math
 import resource
@@ -66,12 +67,13 @@ class Player:
 
     async def __call__(self, given: Play, caller: Caller) -> EpisodeEnd:
         CLOCK.set(clock := ToolClock())
+        untouched = copy.deepcopy(given.task) if given.answers else given.task  # an environment may change the line's columns
         try:
             try:
                 return await self._end_of(given, caller)
             except CannotResumeError:
                 caller.post(RestartEpisode())
-                return await self._end_of(Play(given.task), caller)
+                return await self._end_of(Play(untouched), caller)
         finally:
             caller.post(ToolTime(clock.seconds))
 

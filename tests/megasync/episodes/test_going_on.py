@@ -95,6 +95,7 @@ def test_one_that_answers_differently_starts_again(folder: str) -> None:
     ended, asked = play(folder, "Walk", history)
     assert ended is not None and ended.failure is None and [one.turn for one in asked] == [0, 1, 2]
     assert (ended.reward, ended.kept, history.resumed, history.is_restart) == (3.0, (0, 1, 2), set(), True)
+    assert ended.metrics["actions"] == 3, "its line is as it was at first"
     assert len(history.answers) == 4 and [one.value[0] for one in history.answers_in_order[1:]] == ["0"] * 3
 
 
