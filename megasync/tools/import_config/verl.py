@@ -21,7 +21,7 @@ SET = "data.eval.val."  # the evaluation set that val_files becomes
 DEFAULTS: dict[str, Any] = {  # verl's defaults that differ from megasync's, or that rules read
     "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512, "data.prompt_key": "prompt",
     "data.truncation": "error",
-    f"{MODEL}enable_gradient_checkpointing": True,
+    f"{MODEL}enable_gradient_checkpointing": True, f"{MODEL}lora_alpha": 16,
     f"{ACTOR}strategy": "fsdp", f"{ACTOR}ppo_mini_batch_size": 256, f"{ACTOR}clip_ratio": 0.2, f"{ACTOR}clip_ratio_c": 3.0,
     f"{ACTOR}optim.weight_decay": 0.01, f"{ACTOR}optim.betas": [0.9, 0.999],
     f"{ROLLOUT}n": 1, f"{ROLLOUT}gpu_memory_utilization": 0.5, f"{ROLLOUT}tensor_model_parallel_size": 2,

@@ -148,6 +148,12 @@ def test_an_adapter_of_trl_has_its_defaults() -> None:
         assert not any("lora" in name for name in convert(without, "trl").keys)
 
 
+def test_an_adapter_of_verl_has_its_default_alpha() -> None:
+    found = convert({"actor_rollout_ref.model.lora_rank": 32}, "verl").keys
+    assert (found["engine.lora.rank"], found["engine.lora.alpha"]) == (32, 16)
+    assert "engine.lora.alpha" not in convert({}, "verl").keys
+
+
 @pytest.mark.parametrize(
     ("strategy", "key"), [("megatron", "megatron.context_parallel_size"), ("fsdp", "ulysses_sequence_parallel_size")]
 )
