@@ -18,6 +18,7 @@ from typing import Any
 STOP_SECONDS = 20.0
 AGENT_SECONDS = 60.0
 RETRY_SECONDS = 10.0  # a job server on a loaded machine breaks connections off
+OF_SERVER = "failed with status code 5"  # ray 2.60.0 dashboard/modules/dashboard_sdk.py:306
 
 
 def submit(address: str, job_arguments: dict[str, Any]) -> tuple[Any, str]:
@@ -56,17 +57,18 @@ def submit_when_ready(client: Any, job_id: str, job_arguments: dict[str, Any]) -
 
 
 def patiently(ask: Callable[[], Any]) -> Any:
-    """The job server's answer; asked again where the connection breaks, for RETRY_SECONDS.
+    """The job server's answer; asked again where the connection breaks, or the server has an error of its own, for RETRY_SECONDS.
 
     Raises:
-        OSError: the last failure.
+        OSError, RuntimeError: the last failure.
     """
     deadline = time.monotonic() + RETRY_SECONDS
     while True:
         try:
             return ask()
-        except OSError:
-            if time.monotonic() > deadline:
+        except (OSError, RuntimeError) as error:
+            is_passing = isinstance(error, OSError) or OF_SERVER in str(error)
+            if not is_passing or time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
 
@@ -95,11 +97,13 @@ def follow_in_thread(client: Any, job_id: str) -> None:
 
 async def follow(client: Any, job_id: str) -> None:
     """Print the job's log as it comes, until the job ends."""
+    from aiohttp import ClientError
+
     while not has_ended(client, job_id):
         try:
             async for lines in client.tail_job_logs(job_id):
                 print(lines, end="", flush=True)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ClientError) as error:
             print(f"the log stream broke off ({error}); the job continues", file=sys.stderr)
         await asyncio.sleep(0.2)
 

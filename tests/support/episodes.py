@@ -317,7 +317,8 @@ class Walk:
 
     def __init__(self, task: Task) -> None:
         self.place = self.calls = 0
-        self.actions = task.extra.setdefault("actions", [])
+        self.line: Any = task.extra
+        self.actions = self.line.setdefault("actions", [])
 
     def reset(self) -> str:
         self.calls += 1
