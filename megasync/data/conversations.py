@@ -54,9 +54,7 @@ def as_messages(
     return tuple(_plain(message) for message in messages)
 
 
-def answered(
-    place: str, messages: Sequence[Message], *, last: bool = False
-) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def answered(place: str, messages: Sequence[Message], *, last: bool = False) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Splits a conversation into (prompt, completion); the completion begins with the first assistant turn, or the `last`."""
     first = [number for number, message in enumerate(messages) if message["role"] == "assistant"][-1 if last else 0]
     refuse_if(first == 0, f"{place} begins with the assistant's turn", remedy="begin it with the user's")

@@ -157,9 +157,7 @@ def _notes(rows: Sequence[tuple[str, Row]], keys: Keys) -> list[str]:
     return notes
 
 
-def _example(
-    place: str, row: Row, number: int, keys: Keys, *, is_supervised: bool, trains: bool, has_shards: bool
-) -> Example:
+def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bool, trains: bool, has_shards: bool) -> Example:
     prompt, where = _value(place, row, keys.prompt, f"{keys.section}.prompt_key"), f"{place}: {keys.prompt!r}"
     messages = as_messages(where, prompt, may_answer=is_supervised) if isinstance(prompt, list) else ()
     completion: tuple[Message, ...] = ()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megasync.config.data_section import DataConfig, DataFile, EvalSet
 from megasync.config.errors import ConfigError, refuse_if, some
@@ -90,9 +91,9 @@ def read_files(config: Config, *, trains: bool = True, note: Note = lambda _: No
         section = key if key.count(".") > 1 else "data" if is_trained(key) or is_supervised or not trains else "data.eval.NAME"
         split_key = key if key == "data.eval" else f"{section}.split"
         try:
-            where = {"split": source.split, "section": section, "split_key": split_key}
-            how = {"is_supervised": is_supervised or not trains, "trains": trains}
-            loaded = load_examples(source.path, *columns, **where, **how, note=notes.append)
+            where: dict[str, Any] = {"split": source.split, "section": section, "split_key": split_key}
+            takes_turns = is_supervised or not trains
+            loaded = load_examples(source.path, *columns, **where, is_supervised=takes_turns, trains=trains, note=notes.append)
             _check_media(config, source, split_key)
             own = key.removeprefix("data.train.") if key.startswith("data.train.") else ""
             examples[key] = [replace(each, source=own, rewards=source.rewards) for each in loaded[: source.limit]]

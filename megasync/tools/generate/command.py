@@ -85,8 +85,8 @@ def examples(config: Config, given: argparse.Namespace) -> list[Example]:
             refuse_if(SURROGATE.search(text), message, remedy="write it in a terminal that speaks UTF-8, or take --data FILE")
         return [Example(text, "", number) for number, text in enumerate(given.prompt, start=1)]
     notes = list[str]()
-    own = {"split": given.split, "split_key": "--split", "is_supervised": True, "trains": False}
-    found = load_examples(given.data, config.data.prompt_key, "", **own, note=notes.append)[: given.limit]
+    own = {"split": given.split, "split_key": "--split", "note": notes.append}
+    found = load_examples(given.data, config.data.prompt_key, "", is_supervised=True, trains=False, **own)[: given.limit]
     check_turns(given.data, found, config.data)
     for note in [*notes, *unrendered(found, config.data)]:
         print(f"{given.data}: {note}", file=sys.stderr)

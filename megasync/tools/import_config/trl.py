@@ -40,7 +40,8 @@ def share(value: Any, given: Given, key: str) -> int:
     total = given.get("max_steps") or -1
     if total <= 0:
         raise NotCarriedError(f"a share of all steps: set {key} once run.steps is known")
-    return math.ceil(value * count(total))
+    number: int = math.ceil(value * count(total))
+    return number
 
 
 def steps(value: Any, given: Given, key: str) -> int:
