@@ -11,6 +11,7 @@ replicas start (run/replica_start.py).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridge.detokenizer import Detokenizer, without_end
 from bridge.generation import GenerationRequest, Sampling, TokenScores
 from megasync.config.errors import refuse_if
 from megasync.data.template import ChatTemplate
@@ -35,6 +37,7 @@ TOKEN_BYTES = 8  # of one id with its log-prob
 SIGN_SECONDS = 5.0  # from one look at a busy replica to the next
 START_SECONDS = 0.5  # from one look for a replica that starts to the next
 MAX_LOSSES = 5  # of replicas with the same request in them
+OPENED = re.compile(r"(?:<[^<>/\s]*think[^<>/\s]*>|\[THINK\])\s*\Z", re.IGNORECASE)  # where a template begins the thinking itself
 
 
 def chat_form(folder: Path) -> tuple[Any, ChatTemplate, tuple[int, ...]]:
@@ -87,7 +90,8 @@ class ServedPool:
         own = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
         request = replace(GenerationRequest(prompt_ids=ids, seed=seed, stop_token_ids=stops, **own), num_samples=1)
         ((done,),) = await self._ask("generate", len(ids) + sampling.max_new_tokens, [request])
-        return str(tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True))
+        opened = OPENED.search(text)  # else thinking that is cut off would be an answer
+        return (opened[0] if opened else "") + Detokenizer(tokenizer).text(without_end(done.token_ids.tolist(), stops))
 
     @cached_property
     def _text(self) -> tuple[Any, ChatTemplate, tuple[int, ...]]:

@@ -40,7 +40,10 @@ class ServedModel(Protocol):
         ...
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, seed: int = 0) -> str:
-        """The model's answer, by its own chat template and tokenizer, without special tokens. `sampling` of one sample.
+        """The model's answer, by its own chat template and tokenizer. `sampling` of one sample.
+
+        A server leaves special tokens out. Replicas of ours keep them but for the last, and thinking begins with its tag, such as
+        <think>, also where the template has written that.
 
         Raises:
             LostError, RefusedError: as above.

@@ -6,15 +6,22 @@ python -m pytest tests/megasync/served/test_pool.py
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from bridge.generation import Sampling
+from megasync.config.judge_section import JudgeConfig
+from megasync.rewards.judges.reply import UnparsedError, read_score
 from megasync.served import pool as pools
 from megasync.served.pool import ServedPool
+from tests.support.chat_families import FAMILIES
 
 LIMIT = 0.3
 
@@ -63,3 +70,31 @@ def test_a_dead_actor_loses_what_it_has_not_answered(monkeypatch: pytest.MonkeyP
     dead.own.set_exception(RuntimeError("the actor died"))
     with pytest.raises(RuntimeError, match="died"):
         ask(monkeypatch, Reference(), [dead])
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_thinking_that_is_cut_off_has_no_score(tmp_path: Path, opens: bool) -> None:
+    """Also where the template has opened it, so that no tag is among the sampled tokens."""
+    tokenizer = FAMILIES["qwen3"].tokenizer()
+    tag = "<think>\n"
+    if opens:
+        written = str(tokenizer.chat_template)
+        tokenizer.chat_template = written.replace("assistant\\n' }}\n{%- if enable", f"assistant\\n{tag}' }}}}\n{{%- if enable")
+        assert tokenizer.chat_template != written
+        tag = ""
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": len(tokenizer)}))
+    answers = [f"{tag}Perhaps Score: 3, or", f"{tag}Score: 3?\n</think>\n\nScore: 8"]
+
+    def ask(*_: object) -> Reference:
+        answer, ids = Reference(), tokenizer.encode(answers.pop(0), add_special_tokens=False)
+        answer.own.set_result([[SimpleNamespace(token_ids=np.array(ids))]])
+        return answer
+
+    config = SimpleNamespace(answer_timeout_seconds=LIMIT, model_path=str(tmp_path))
+    pool = SimpleNamespace(config=config, ask=ask, hosts=lambda: {0: ""}, wanted=[0])
+    served = ServedPool(cast(Any, pool), "judges.one", print)
+    cut, whole = (asyncio.run(served.chat([{"role": "user", "content": "?"}], Sampling())) for _ in range(2))
+    assert read_score(whole, JudgeConfig()) == 8
+    with pytest.raises(UnparsedError, match="its thinking does not end"):
+        read_score(cut, JudgeConfig())
