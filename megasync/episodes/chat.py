@@ -244,6 +244,7 @@ class Model:
             raise ValueError(f"a limit of tokens is {limit!r:.80}: write a whole number from 1 on")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop = {stop!r:.80}: write a list of texts")
+        stop = tuple(map(str.__str__, stop))  # also members of enumerations, whose modules a replica does not have
         draws = [self.sampler(ids, max_new_tokens=limit, stop=stop) for _ in range(number)]
         turns = [await draws[0]] if number == 1 else await _all_of(draws)
         for turn in turns:

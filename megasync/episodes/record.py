@@ -112,9 +112,16 @@ def as_json(value: Any) -> tuple[Any, bool]:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return repr(value)[:SHOWN_CHARACTERS], False
-    if len(text) > MAX_ANSWER_CHARACTERS:
+    if len(text) > MAX_ANSWER_CHARACTERS or not _has_its_keys(value):
         return text[:SHOWN_CHARACTERS], False
     return json.loads(text), True
+
+
+def _has_its_keys(value: Any) -> bool:
+    """Whether all keys of mappings in it are texts: JSON would make some of the others."""
+    if isinstance(value, list | tuple):
+        return all(map(_has_its_keys, value))
+    return not isinstance(value, dict) or (all(isinstance(key, str) for key in value) and all(map(_has_its_keys, value.values())))
 
 
 def _unsent(place: int, answer: EnvironmentAnswer, state: Any, is_other: bool) -> None:

@@ -58,7 +58,10 @@ class ToolClock:
 
     def timed(self, tool: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         with self.during(WORKING):
-            return tool(*arguments, **options)
+            try:
+                return tool(*arguments, **options)
+            except StopIteration as error:  # which no future takes: whoever awaits the thread would wait for ever
+                raise RuntimeError("the tool raised StopIteration") from error
 
 
 CLOCK: ContextVar[ToolClock] = ContextVar("CLOCK", default=ToolClock())  # noqa: B039 # outside of episodes

@@ -41,7 +41,7 @@ def text_of(error: BaseException) -> str:
 def describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended its process with exit code {code}"
-    name = signal.Signals(-code).name
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
     return f"had its process killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
 
 

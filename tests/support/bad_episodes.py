@@ -82,6 +82,7 @@ KINDS: dict[str, Kind] = {
     "no_new_tokens": lambda model, task: model.complete(task.prompt_ids, max_new_tokens=0),
     "new_tokens_text": lambda model, task: model.chat(QUESTION, max_tokens="many"),
     "stop_number": lambda model, task: model.complete(task.prompt_ids, stop=[7]),
+    "tool_stops": lambda model, task: model.call(next, iter(())),
     "step_two": lambda model, task: play(Environment(("x", 1.0)), task, model),
     "step_reward": lambda model, task: play(Environment(("x", "much", True, False, {})), task, model),
     "step_nothing": lambda model, task: play(Environment(None), task, model),

@@ -73,6 +73,7 @@ FAILURES = {  # the kind of episode: what its failure is called
     "no_new_tokens": "raised ValueError: a limit of tokens is 0: write a whole number from 1 on",
     "new_tokens_text": "raised ValueError: a limit of tokens is 'many': write a whole number from 1 on",
     "stop_number": "raised ValueError: stop = [7]: write a list of texts",
+    "tool_stops": "raised RuntimeError: the tool raised StopIteration",
     "step_two": "raised TypeError: step gave a tuple of 2",
     "step_reward": "raised TypeError: step gave the reward 'much', a number is expected",
     "step_nothing": "raised TypeError: step gave NoneType",

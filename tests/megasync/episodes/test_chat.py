@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import enum
 
 import pytest
 
@@ -76,11 +77,18 @@ def test_agents_side_by_side_fork_from_one_turn() -> None:
     assert tokens.decode(two.token_ids[two.is_sampled]) == "Two done.<|im_end|>"
 
 
+class End(enum.StrEnum):
+    OF_LINE = "\n"
+
+
 def test_completions_of_token_ids() -> None:
+    """A stop text is a plain one for replicas, which cannot import the enumerations of an episode."""
+    sampler = Lines("Hello there", "again")
+
     async def talk() -> Model:
-        model = model_of(Lines("Hello there", "again"))
+        model = model_of(sampler)
         start = model.renderer.tokens.encode("Say: ")
-        said = await model.complete(start, max_new_tokens=4)
+        said = await model.complete(start, max_new_tokens=4, stop=[End.OF_LINE])
         assert (said.finish_reason, len(said.token_ids)) == ("length", 4)
         more = await model.complete([*start, *said.token_ids])
         assert (more.text, more.finish_reason) == ("again", "stop")
@@ -88,6 +96,7 @@ def test_completions_of_token_ids() -> None:
 
     (branch,) = asyncio.run(talk()).recorder.branches()
     assert branch.weight_versions.tolist() == [3] * len(branch.token_ids)
+    assert [type(text) for text in sampler.options[0][1]] == [str] and sampler.options[0] == (4, ("\n",))
 
 
 def test_a_cancelled_call_leaves_no_trace() -> None:

@@ -128,6 +128,15 @@ def test_a_tool_whose_arguments_json_does_not_have_is_called_again() -> None:
         assert again.next("call look", "text")[1] == kept[0] and again.next("call look", now)[1] is None
 
 
+def test_an_answer_whose_keys_json_would_change_is_not_given_again() -> None:
+    kept = dict[int, EnvironmentAnswer]()
+    first = Answers(send=lambda place, answer, state, is_other: kept.update({place: answer}))
+    for value in ({"1": (2, 3)}, [{1: 2}]):
+        first.keep(first.next("call look", "text")[0], "call look", "text", value)
+    again = Answers(kept)
+    assert [again.next("call look", "text")[1] for _ in kept] == [kept[0], None] and kept[0].value == {"1": [2, 3]}
+
+
 def test_a_state_that_json_has_not_is_a_failure(folder: str) -> None:
     ended, _ = play(folder, "BadState", History())
     assert ended is not None and ended.failure is not None

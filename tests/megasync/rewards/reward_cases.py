@@ -127,6 +127,11 @@ def is_killed() -> float:
     return 0.0
 
 
+def is_told() -> float:
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+    return 0.0
+
+
 def crashes() -> float:
     return float(ctypes.string_at(0)[0])
 
@@ -166,6 +171,7 @@ DEEDS = {
     "hangs in C": hangs_in_c,
     "hangs with a child": hangs_with_a_child,
     "is killed": is_killed,
+    "is told": is_told,
     "crashes": crashes,
     "leaves": leaves,
     "exits": lambda: sys.exit(5),
