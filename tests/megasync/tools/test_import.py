@@ -148,6 +148,16 @@ def test_an_adapter_of_trl_has_its_defaults() -> None:
         assert not any("lora" in name for name in convert(without, "trl").keys)
 
 
+def test_the_loss_of_gspo_is_a_mean_over_responses_without_a_dual_clip() -> None:
+    """verl's reads neither of these keys, whose defaults are others."""
+    actor, names = "actor_rollout_ref.actor.", [f"algorithm.{name}" for name in ("ratio_level", "loss_aggregation", "dual_clip")]
+    for given in ({}, {f"{actor}loss_agg_mode": "token-mean"}):
+        found = convert({f"{actor}policy_loss.loss_mode": "gspo", **given}, "verl").keys
+        assert [found.get(name) for name in names] == ["sequence", "sequence_mean", None]
+    found = convert({f"{actor}policy_loss.loss_mode": "vanilla", f"{actor}loss_agg_mode": "token-mean"}, "verl").keys
+    assert [found.get(name) for name in names] == [None, "token_mean", 3.0]
+
+
 def test_an_adapter_of_verl_has_its_default_alpha() -> None:
     found = convert({"actor_rollout_ref.model.lora_rank": 32}, "verl").keys
     assert (found["engine.lora.rank"], found["engine.lora.alpha"]) == (32, 16)
