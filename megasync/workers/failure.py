@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 OWN_FRAMES = re.compile(r"megasync/\w+/program\.py")  # the files that call the user's functions; left out of tracebacks
 MAX_TRACEBACK_CHARACTERS = 8000
+MAX_TEXT_CHARACTERS = 2000
 MAX_STACK_FRAMES = 12
 
 
@@ -35,7 +36,8 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def text_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:MAX_TEXT_CHARACTERS]} ... ({len(text)} characters)"
 
 
 def describe_exit(code: int) -> str:

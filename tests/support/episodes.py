@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -317,8 +317,7 @@ class Walk:
 
     def __init__(self, task: Task) -> None:
         self.place = self.calls = 0
-        self.line: Any = task.extra
-        self.actions = self.line.setdefault("actions", [])
+        self.actions = cast(Any, task.extra).setdefault("actions", [])
 
     def reset(self) -> str:
         self.calls += 1

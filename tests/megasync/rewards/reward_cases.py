@@ -107,6 +107,10 @@ def raises() -> float:
     raise KeyError("broken on purpose")
 
 
+def raises_much() -> float:
+    raise ValueError("much " * 10**6)
+
+
 def hangs() -> float:
     time.sleep(600)
     return 0.0
@@ -164,6 +168,7 @@ DEEDS = {
     "leaves a thread": leaves_a_thread,
     "takes a second": takes_a_second,
     "raises": raises,
+    "raises much": raises_much,
     "nan": lambda: float("nan"),
     "none": lambda: None,
     "text": lambda: "high",
