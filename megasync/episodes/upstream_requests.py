@@ -127,7 +127,7 @@ def only(tools: Sequence[Mapping[str, Any]], name: Any) -> list[Mapping[str, Any
     Raises:
         MessageError: there is none.
     """
-    found = [tool for tool in tools if (tool.get("function") or tool).get("name") == name]
+    found = [tool for tool in tools if (mapping(tool, "function") or tool).get("name") == name]
     if not found:
         raise MessageError(f"tool_choice: tools has none of the name {name!r:.100}")
     return found

@@ -147,6 +147,7 @@ def test_a_sampler_that_fails_is_reported_once() -> None:
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 USER = {"role": "user", "content": "x"}
+FORCED = {"type": "function", "function": {"name": "f"}}
 BAD = [
     (CHAT, b"{", 400, "not JSON"),
     (CHAT, b"[]", 400, "not a JSON object"),
@@ -164,6 +165,7 @@ BAD = [
     (CHAT, {"messages": [USER], "logprobs": True}, 400, "logprobs: the policy's server has no such thing"),
     (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format"),
     (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}, 400, "a tool has no name"),
+    (CHAT, {"messages": [USER], "tools": [{"function": "f"}], "tool_choice": FORCED}, 400, "function = 'f': write an object"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "no function with a name"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 1}]}, 400, "tool_calls are of type int: write a list"),
     (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, 400, "role is 'tool': write user or assistant"),
