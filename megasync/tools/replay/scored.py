@@ -97,9 +97,10 @@ def _gaps(done: Sequence[Scored]) -> str:
 
 
 def pieces_of(members: Mapping[tuple[int, int], RecordedGroup], config: Config) -> list[Recorded]:
-    """In the order of groups, members and branches."""
+    """In the order of groups, members and branches; without greedy samples, whose log-probs are of another temperature."""
     recomputes = config.rollout.cache_on_update == "recompute"
-    return [each for (_, member), group in members.items() for each in _of_member(group, member, recomputes)]
+    drawn = [(group, member) for (_, member), group in members.items() if member or not group.request.first_is_greedy]
+    return [each for pair in drawn for each in _of_member(*pair, recomputes)]
 
 
 def _of_member(group: RecordedGroup, member: int, recomputes: bool) -> Iterator[Recorded]:

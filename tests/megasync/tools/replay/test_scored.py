@@ -5,6 +5,8 @@ python -m pytest tests/megasync/tools/replay/test_scored.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,6 +69,14 @@ def test_tokens_are_scored_among_those_that_the_rollout_kept() -> None:
     group = RecordedGroup(4, REQUEST, {0: response, 1: EpisodeResult((branch,), 1.0)}, {0: 0.0, 1: 0.0})
     for each in scored.pieces_of({(4, 0): group, (4, 1): group}, config_of(recomputes=True)):
         assert each.sample.support.tolist() == kept.tolist()
+
+
+def test_a_greedy_sample_is_not_compared() -> None:
+    """Its log-probs are those of temperature 1, whatever rollout.temperature is."""
+    done = Completion(*(np.full(2, value) for value in (5, -0.5, 3)))
+    group = RecordedGroup(4, replace(REQUEST, num_samples=2, first_is_greedy=True), {0: done, 1: done}, {0: 0.0, 1: 0.0})
+    (sequence,) = scored.pieces_of({(4, 0): group, (4, 1): group}, config_of(recomputes=True))
+    assert sequence.name == "episode 4/1"
 
 
 def test_where_nothing_was_compared_there_is_no_gap() -> None:
