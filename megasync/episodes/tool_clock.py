@@ -71,7 +71,9 @@ async def call_tool(tool: Callable[..., Any], *arguments: Any, **options: Any) -
     """The tool's answer; a plain function runs in a thread."""
     clock = CLOCK.get()
     with clock.during(WAITING):
-        if not inspect.iscoroutinefunction(tool):
-            return await asyncio.to_thread(clock.timed, tool, *arguments, **options)
+        if inspect.iscoroutinefunction(tool):
+            found = tool(*arguments, **options)
+        else:
+            found = await asyncio.to_thread(clock.timed, tool, *arguments, **options)
         with clock.during(WORKING):
-            return await tool(*arguments, **options)
+            return await found if inspect.isawaitable(found) else found  # also of one that does not look like an async one

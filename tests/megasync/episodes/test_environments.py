@@ -40,6 +40,15 @@ def test_gymnasiums_manner_is_played_to_its_end() -> None:
     assert "user\nGuess.<|im_end|>\n<|im_start|>user\n?7" in texts(reported)[0] and texts(reported)[-1].count("user\nno") == 2
 
 
+def test_methods_that_do_not_look_like_async_ones_are_awaited() -> None:
+    async def step() -> tuple[str, float, bool, bool, dict[str, float]]:
+        return "", 0.5, True, False, {}
+
+    environment = SimpleNamespace(reset=lambda: "?", step=lambda action: step())
+    result = asyncio.run(play(environment, Task("Guess.", (1,), "2"), model("1")))
+    assert (result.reward, result.turn_rewards) == (0.5, [0.5])
+
+
 def test_finite_numbers_of_any_kind_in_an_environments_info_are_logged() -> None:
     """Gymnasium's environments return numpy's, and NaN where a figure is not defined; that is no failure of the episode."""
     numbers = {"a": np.int64(3), "b": np.float32(0.5), "c": np.bool_(True), "d": np.array(2.0), "é数": 5, 7: True}
