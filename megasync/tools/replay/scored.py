@@ -29,10 +29,13 @@ Scores = list[npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A response, or a branch of an episode. `counts` [n]: the response's tokens that can be compared."""
+    """A response, or a branch of an episode. `counts` [n]: the response's tokens that can be compared. `temperature`: of its
+    log-probs, those of a greedy sample are plain.
+    """
 
     name: str
     sample: Sample
+    temperature: float
     is_sampled: npt.NDArray[np.bool_]
     counts: npt.NDArray[np.bool_]
 
@@ -97,18 +100,18 @@ def _gaps(done: Sequence[Scored]) -> str:
 
 
 def pieces_of(members: Mapping[tuple[int, int], RecordedGroup], config: Config) -> list[Recorded]:
-    """In the order of groups, members and branches; without greedy samples, whose log-probs are of another temperature."""
+    """In the order of groups, members and branches."""
     recomputes = config.rollout.cache_on_update == "recompute"
-    drawn = [(group, member) for (_, member), group in members.items() if member or not group.request.first_is_greedy]
-    return [each for pair in drawn for each in _of_member(*pair, recomputes)]
+    return [each for (_, member), group in members.items() for each in _of_member(group, member, recomputes)]
 
 
 def _of_member(group: RecordedGroup, member: int, recomputes: bool) -> Iterator[Recorded]:
     done, name = group.members[member], f"episode {group.key}/{member}"
+    temperature = group.request.of_sample(member).temperature or 1.0
     if isinstance(done, Completion):
         prompt_ids = np.array(group.request.prompt_ids, np.int32)
         sample = Sample(prompt_ids, done.token_ids, done.log_probs, done.weight_versions, support=done.support)
-        yield _sequence(name, sample, recomputes)
+        yield _sequence(name, sample, temperature, recomputes)
         return
     for number, branch in enumerate(done.branches):
         begin = branch.prompt_length
@@ -120,14 +123,14 @@ def _of_member(group: RecordedGroup, member: int, recomputes: bool) -> Iterator[
             is_sampled=branch.is_sampled[begin:],
             support=branch.support[begin:],
         )
-        yield _sequence(f"{name}, branch {number}", sample, recomputes)
+        yield _sequence(f"{name}, branch {number}", sample, temperature, recomputes)
 
 
-def _sequence(name: str, sample: Sample, recomputes: bool) -> Recorded:
+def _sequence(name: str, sample: Sample, temperature: float, recomputes: bool) -> Recorded:
     versions = np.asarray(sample.weight_versions)
     is_sampled = np.asarray(sample.is_sampled) if len(sample.is_sampled) else np.ones(len(versions), np.bool_)
     is_first = np.logical_and.accumulate(versions == versions[:1])
-    return Recorded(name, sample, is_sampled, is_sampled if recomputes else is_sampled & is_first)
+    return Recorded(name, sample, temperature, is_sampled, is_sampled if recomputes else is_sampled & is_first)
 
 
 def compare(config: Config, weights: Iterable[tuple[int, Config]], pieces: Pieces, done: Sequence[Scored], _: object) -> None:
@@ -148,11 +151,19 @@ def compare(config: Config, weights: Iterable[tuple[int, Config]], pieces: Piece
 
 def score(config: Config, folder: Path, sequences: Sequence[Recorded]) -> Scores:
     """Log-probs of all tokens of the responses, by the trainer's model with the weights of `folder`, adapters merged; among the
-    tokens that the rollout kept, where the records have these.
+    tokens that the rollout kept, where the records have these; at the temperatures that they were sampled at, which a resumed
+    run may have changed.
     """
     from engine.config import LoraConfig
     from engine.trace import Forward
 
     engine = config.engine.model_copy(update={"lora": LoraConfig()})
-    forward = Forward(config.model, engine, temperature=config.rollout.temperature, weights_path=folder)
-    return forward.score([each.sample for each in sequences], engine.tokens_per_microbatch)
+    forward = Forward(config.model, engine, temperature=1.0, weights_path=folder)
+    found = [np.empty(0, np.float32)] * len(sequences)
+    for temperature in sorted({each.temperature for each in sequences}):
+        forward.temperature = temperature
+        places = [place for place, each in enumerate(sequences) if each.temperature == temperature]
+        scored = forward.score([sequences[place].sample for place in places], engine.tokens_per_microbatch)
+        for place, scores in zip(places, scored, strict=True):
+            found[place] = scores
+    return found

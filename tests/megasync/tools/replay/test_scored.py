@@ -6,8 +6,11 @@ python -m pytest tests/megasync/tools/replay/test_scored.py
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +20,8 @@ from megasync.episodes.segments import Branch
 from megasync.episodes.task import EpisodeResult
 from megasync.rollouts.records import RecordedGroup
 from megasync.tools.replay import scored
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import load_model, write_tiny_model
 
 REQUEST = GenerationRequest(prompt_ids=(5, 6, 7))
 
@@ -71,12 +76,26 @@ def test_tokens_are_scored_among_those_that_the_rollout_kept() -> None:
         assert each.sample.support.tolist() == kept.tolist()
 
 
-def test_a_greedy_sample_is_not_compared() -> None:
-    """Its log-probs are those of temperature 1, whatever rollout.temperature is."""
+def test_each_sequence_has_the_temperature_of_its_own_request() -> None:
+    """A run may be resumed with another one; log-probs of a greedy sample are plain."""
     done = Completion(*(np.full(2, value) for value in (5, -0.5, 3)))
-    group = RecordedGroup(4, replace(REQUEST, num_samples=2, first_is_greedy=True), {0: done, 1: done}, {0: 0.0, 1: 0.0})
-    (sequence,) = scored.pieces_of({(4, 0): group, (4, 1): group}, config_of(recomputes=True))
-    assert sequence.name == "episode 4/1"
+    request = replace(REQUEST, num_samples=2, first_is_greedy=True, temperature=0.7)
+    group = RecordedGroup(4, request, {0: done, 1: done}, {0: 0.0, 1: 0.0})
+    sequences = scored.pieces_of({(4, 0): group, (4, 1): group}, config_of(recomputes=True))
+    assert [each.temperature for each in sequences] == [1.0, 0.7]
+
+
+@pytest.mark.long
+def test_log_probs_are_compared_at_the_temperature_that_was_sampled_at(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "qwen3")
+    (found,) = run_ranks(
+        1, "tests.megasync.tools.replay.scored_cases:at_temperatures", {"folder": folder, "temperatures": [1.0, 0.5]}
+    )
+    model, ids = load_model(folder), torch.arange(3, 13)[None]
+    logits = model(ids).logits[0, 2:-1].double()
+    for temperature, scores in zip([1.0, 0.5], found, strict=True):
+        expected = (logits / temperature).log_softmax(-1).gather(1, ids[0, 3:, None])[:, 0]
+        assert np.allclose(scores, expected.detach().numpy(), atol=1e-4)
 
 
 def test_where_nothing_was_compared_there_is_no_gap() -> None:
