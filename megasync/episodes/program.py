@@ -38,6 +38,7 @@ from megasync.episodes.tokens import Tokens
 from megasync.episodes.tool_clock import ASKING, CLOCK, ToolClock
 from megasync.models.folder import read_json_object
 from megasync.workers.failure import BadValueError
+from megasync.workers.job import MAX_LATE
 from megasync.workers.program import Caller
 
 MAX_PRINTED_BYTES = 16 << 10
@@ -54,7 +55,8 @@ class Player:
         prompts = Prompts(settings.model_path, settings.data, has_turns=True)
         tokens = Tokens(prompts.tokenizer, prompts.stop_token_ids)
         threading.stack_size(STACK_BYTES)
-        threads = ThreadPoolExecutor(settings.concurrency, "episode")  # asyncio's own are a few more than there are cores
+        num_threads = settings.concurrency + MAX_LATE  # one for each episode, also beside those of late ones that hang
+        threads = ThreadPoolExecutor(num_threads, "episode")  # asyncio's own are a few more than there are cores
         asyncio.get_running_loop().set_default_executor(threads)
         arguments, model_type = settings.data.chat_template_arguments, _model_type(settings.model_path)
         has_template = bool(prompts.tokenizer.chat_template)

@@ -203,8 +203,10 @@ def finish_reason(ended: EpisodeEnd, turns: list[tuple[Any, Turn]]) -> str:
 
 
 def test_environments_that_hang_cost_their_episodes_alone(folder: str) -> None:
-    """More than a process may have: it ends with its last one, and what waited is played in another."""
-    options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 6.0, "episode_concurrency": 12}
+    """More than a process may have: it ends with its last one, and what waited is played in another. Until then others have
+    threads, too, though at first as many hang as episodes are played at a time.
+    """
+    options = {"episode": "tests.support.episodes:Sleeps", "episode_timeout_seconds": 4.0, "episode_concurrency": 5}
     bad, good = [f"hangs {number}" for number in range(9)], [f"good {number}" for number in range(40)]
     reported = play(pool_of(folder, **options), [*bad, *good])
     assert all("took longer" in failure(reported, prompt) for prompt in bad)
