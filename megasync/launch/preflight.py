@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 import statistics
 import subprocess
 from collections import Counter
@@ -61,8 +62,10 @@ def code_digest(root: Path) -> str:
 
 
 def commit(root: Path) -> str:
-    """git's, with a + where the work tree has changes; empty where this is no clone."""
+    """git's, with a + where the work tree has changes; empty where this is no clone, or there is no git."""
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    if shutil.which("git") is None:
+        return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -13,7 +13,7 @@ from bridge.replicas.places import room_problem as replicas_problem
 from megasync.launch import machine, preflight
 from megasync.launch.cluster_room import Pool
 from megasync.launch.members import Node, first_members, in_order, roll_call, room_problem
-from megasync.launch.preflight import code_digest, described, differences, flat, judge, shared_memory_finding, slow_links
+from megasync.launch.preflight import code_digest, commit, described, differences, flat, judge, shared_memory_finding, slow_links
 
 
 def node(number: int, place: int | None = None, host: str = "", **more: Any) -> Node:
@@ -105,6 +105,11 @@ def test_the_node_that_differs_is_named_with_both_values(wrong: dict[str, Any], 
 
 def test_nodes_with_the_same_files_are_equal_whatever_their_commits() -> None:
     assert differences({"node1": FACTS, "node2": FACTS | {"shown": {"code": "; commit def"}}}) == {}
+
+
+def test_a_node_without_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit(tmp_path) == ""
 
 
 def test_little_shared_memory_is_a_warning_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
