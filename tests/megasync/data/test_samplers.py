@@ -19,7 +19,7 @@ from megasync.checks.data import check_data
 from megasync.config.data_section import DataConfig, TrainSource
 from megasync.config.errors import ConfigError
 from megasync.config.load import load_config
-from megasync.data.data import Example, PromptOrder, turn
+from megasync.data.data import Example, PromptOrder, epoch_order, turn
 from megasync.data.load import load_data
 from megasync.data.sampler import Difficulty, SampledOrder, check_sampler
 from megasync.rollouts.metrics import source_metrics
@@ -56,6 +56,12 @@ def test_a_source_has_epochs_of_its_own(sizes: list[int], shuffle: bool, seed: i
         for begin in range(0, len(own) - size, size):
             assert sorted(own[begin : begin + size]) == list(range(size))
     assert [order.index(ordinal) for ordinal in reversed(range(300))] == found[::-1], "a pure function of the ordinal"
+
+
+def test_many_sources_are_put_in_order_once_an_epoch() -> None:
+    order, before = PromptOrder(400, 97, True, tuple((10, 1.0) for _ in range(40))), epoch_order.cache_info().misses
+    assert sorted(order.index(ordinal) for ordinal in range(400)) == list(range(400))
+    assert epoch_order.cache_info().misses - before == 40
 
 
 def test_sources_and_a_samplers_state_are_in_the_checkpoint(tmp_path: Path) -> None:
