@@ -90,9 +90,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         ordered = given.sort(1).values
         is_given = (ordered[:, :1] != NO_EXPERT) & (ordered[:, 1:] != ordered[:, :-1]).all(1, keepdim=True)
         if torch.is_grad_enabled():
-            same = (given[:, :, None] == chosen[:, None]).any(2)
-            self._add("moved", (~same * is_given).sum())
-            self._add("compared", is_given.sum() * topk)
+            same, counts = (given[:, :, None] == chosen[:, None]).any(2), is_given & self._own(self.token_routing.counts)[:, None]
+            self._add("moved", (~same * counts).sum())
+            self._add("compared", counts.sum() * topk)
         chosen = torch.where(is_given, given, chosen)
         values, order = scores.gather(1, chosen).sort(descending=True, stable=True)
         return values, chosen.gather(1, order)
