@@ -9,6 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from bridge.export.source import Part
 from bridge.generation import NO_ADAPTER
-from bridge.layout.bucket import ALIGNMENT_BYTES
+from bridge.layout.bucket import ALIGNMENT_BYTES, SyncPlan
 from bridge.config import ReplicaConfig, SyncConfig
 from bridge.send.connection import RankRole, assign_readers
 from bridge.layout.digest import as_bytes, digest_value
@@ -143,6 +144,26 @@ def test_a_stream_arrives_bit_for_bit(specs, bucket_bytes) -> None:
     assert result.digests == [digest_value(tensor) for tensor in tensors.values()]
     for index, tensor in enumerate(tensors.values()):
         assert bytes(received[index]) == as_bytes(tensor).numpy().tobytes()
+
+
+@pytest.mark.parametrize("transport", ["shm", "ipc", "nccl", "delta"])
+def test_a_stage_without_tensors_holds_nobody_up(transport: str) -> None:
+    """As where the adapters of a model are all in the layers of other stages."""
+    sources = DictSource({"t": torch.arange(40.0)}), DictSource({}, stage=1)
+    plan = SyncPlan(sources[0].manifest(), (1, 0), 4096)
+    writers = [open_writer(transport, stage, ["r"], [0]) for stage in plan.stages]
+    reader = open_reader(tuple(writer.endpoint for writer in writers), 0, 1, CPU)
+    with ThreadPoolExecutor(2) as threads:
+        senders = [StageSender(*each) for each in zip(sources, plan.stages, writers, strict=True)]
+        sent = [threads.submit(sender.run, soon(), lambda: None, "digest") for sender in senders]
+        for index in range(2):
+            came = [list(reader.buckets(stage, index, soon(), verify=True)) for stage in plan.stages]
+            assert [len(each) for each in came] == [1, 0]
+            assert [each.result().problem for each in sent] == [None, None]
+            sent = [threads.submit(sender.run, soon(), lambda: None, "digest") for sender in senders if not index]
+    reader.close()
+    for writer in writers:
+        writer.close()
 
 
 class Elsewhere(DictSource):
