@@ -6,6 +6,7 @@ python -m pytest tests/megasync/served/test_pool.py
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -75,7 +76,7 @@ def test_a_dead_actor_loses_what_it_has_not_answered(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("opens", [False, True])
 def test_thinking_that_is_cut_off_has_no_score(tmp_path: Path, opens: bool) -> None:
     """Also where the template has opened it, so that no tag is among the sampled tokens."""
-    tokenizer = FAMILIES["qwen3"].tokenizer()
+    tokenizer = copy.deepcopy(FAMILIES["qwen3"].tokenizer())
     tag = "<think>\n"
     if opens:
         written = str(tokenizer.chat_template)
