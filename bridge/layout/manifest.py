@@ -96,7 +96,7 @@ def read_folder_manifest(path: str | Path) -> Manifest:
     """The manifest of a Hugging Face folder, from the headers of its safetensors files (one file, or several by index).
 
     Raises:
-        ValueError: no safetensors in the folder, one of the index is missing, or one is cut off.
+        ValueError: no safetensors in the folder, one of the index is missing, one is cut off, or a tensor has none of DTYPES.
     """
     folder = Path(path)
     files = weight_files(folder) or [folder / "model.safetensors"]
@@ -104,6 +104,8 @@ def read_folder_manifest(path: str | Path) -> Manifest:
     if missing:
         raise ValueError(f"model folder {folder} lacks {', '.join(missing)}; give a folder with its safetensors files")
     entries = [entry for file in files for entry in read_header(file)[0]]
+    if unknown := [f"{each.key} ({each.dtype})" for each in entries if each.dtype not in SAFETENSORS_DTYPES]:
+        raise ValueError(f"model folder {folder} has tensors of dtypes that are not known here: {', '.join(unknown[:3])}")
     return Manifest(tuple(TensorSpec(each.key, SAFETENSORS_DTYPES[each.dtype], tuple(each.shape)) for each in entries))
 
 

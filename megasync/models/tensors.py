@@ -172,7 +172,9 @@ def _held(folder: Path) -> dict[str, TensorSpec]:
     try:
         return {spec.name: spec for spec in read_folder_manifest(folder).tensors}
     except ValueError as problem:
-        remedy = f"name the file model.safetensors, or write an index: {folder / 'model.safetensors.index.json'}"
+        remedy = f"take a folder whose weights are in {', '.join(DTYPES)}"
+        if not weight_files(folder):
+            remedy = f"name the file model.safetensors, or write an index: {folder / INDEX}"
         raise ConfigError(str(problem), remedy=remedy) from problem
 
 

@@ -67,6 +67,13 @@ def test_quantised_weights_are_refused_also_where_config_json_is_silent(tmp_path
         check_model_folder(tmp_path)
 
 
+def test_a_dtype_that_nobody_here_knows_is_named(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path, "llama") / "model.safetensors"
+    save_file(load_file(path) | {"scales": torch.zeros(3, dtype=torch.uint16)}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"scales \(U16\)[\s\S]*remedy: take a folder whose weights are in bfloat16"):
+        check_model_folder(tmp_path)
+
+
 def test_what_may_be_there_beside_the_model(tmp_path: Path) -> None:
     """A head beside tied embeddings, frequencies of rotary embeddings, layers that predict further tokens; nothing else."""
     folder = write_tiny_model(tmp_path, "llama", tied=True)
