@@ -11,6 +11,6 @@ def connection_problem(host: str, port: int) -> str:
     """Why a connection fails; empty where it does not."""
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
-    except OSError as error:
-        return str(error.strerror or error)
+    except (OSError, UnicodeError) as error:  # also a name that no host can have
+        return str(getattr(error, "strerror", "") or error)
     return ""

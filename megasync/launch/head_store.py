@@ -56,7 +56,7 @@ class HeadStore:
         try:
             address = socket.gethostbyname(host)
             listener = socket.create_server((address if address in own_addresses() else "", port))
-        except socket.gaierror:
+        except (socket.gaierror, UnicodeError):
             return None
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -160,7 +160,7 @@ def is_own(host: str) -> bool:
     """Whether a name or address is this node's."""
     try:
         return socket.gethostbyname(host) in own_addresses()
-    except OSError:
+    except (OSError, UnicodeError):
         return False
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from megasync.launch.head_store import HeadLostError, HeadStore
+from megasync.launch.head_store import HeadLostError, HeadStore, is_own
 from megasync.launch.ray_cluster import free_port
 from megasync.launch.connect import connection_problem
 
@@ -51,5 +51,6 @@ def test_a_client_of_a_stopped_head_fails_at_the_limit() -> None:
 
 
 def test_nobody_listens() -> None:
+    assert not is_own("no..host") and HeadStore.listen("no..host", 29400) is None
     port = free_port()
     assert connection_problem(LOOPBACK, port) == "Connection refused" and HeadStore.connect(LOOPBACK, port) is None

@@ -76,6 +76,8 @@ def test_a_ray_that_does_not_answer_is_refused_before_anything_starts(monkeypatc
             check_ray(Config(rollout=RolloutConfig(ray_address=there)))
     with pytest.raises(ConfigError, match=f"rollout.ray_address = {address}: Connection refused"):
         check_ray(Config(rollout=RolloutConfig(ray_address=address)))
+    with pytest.raises(ConfigError, match=r"rollout.ray_address = no..host:6379: .*label empty or too long"):
+        check_ray(Config(rollout=RolloutConfig(ray_address="no..host:6379")))
     check_ray(Config(rollout=RolloutConfig(ray_address=address), algorithm=AlgorithmConfig(name="sft")))  # starts no replica
 
 
