@@ -30,6 +30,8 @@ from megasync.tools.import_config.carried import Carried, carry
 
 PROJECTS = {"verl": verl, "trl": trl}
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
+WITHIN_A_WORD = re.compile(r"(?<=[^\s;&|()<>])#")  # as in ${MODEL##*/}: shlex takes it for the begin of a comment, no shell does
+HASH = "\0"  # stands for such a one
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PLACEHOLDER = "my_rewards:score"  # a start refuses it until the user writes this module
 SAMPLE_KEYS = {"verl": {}, "trl": {"data.prompt_key": "prompt"}}
@@ -73,7 +75,7 @@ def read(path: Path) -> dict[str, Any]:
         nested = OmegaConf.create({str(name): value for name, value in content.items()})
     else:
         try:
-            words = shlex.split(text, comments=True)
+            words = [word.replace(HASH, "#") for word in shlex.split(WITHIN_A_WORD.sub(HASH, text), comments=True)]
         except ValueError as error:
             raise ConfigError(f"{path}: no text that a shell reads: {error}", remedy=remedy) from error
         pairs = [match.groups() for word in words if (match := OVERRIDE.fullmatch(word))]

@@ -188,6 +188,17 @@ def test_a_yaml_of_verl_with_interpolations_and_one_that_is_none(tmp_path: Path)
     assert trl.batch(None, {**trl.DEFAULTS})["data.batch_size"] == 1
 
 
+def test_a_comment_of_a_script_begins_with_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "## it's mine\npython3 -m verl.trainer.main_ppo trainer.experiment_name=${MODEL##*/} trainer.save_freq=20 \\\n"
+        "  trainer.project_name='a#b' trainer.nnodes=2 # trainer.nnodes=3\n"
+    )
+    assert read(path) == {
+        "trainer.experiment_name": "${MODEL##*/}", "trainer.save_freq": 20, "trainer.project_name": "a#b", "trainer.nnodes": 2,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("content", ["a: \u00e9".encode("latin-1"), b"x='unclosed data.train_batch_size=1"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "verl.sh"
