@@ -122,22 +122,15 @@ def estimator(value: Any, given: Given) -> dict[str, Any]:
     }
 
 
-def is_gspo(given: Given) -> bool:
-    """Its loss reads neither loss_agg_mode nor clip_ratio_c (verl/trainer/ppo/core_algos.py:compute_policy_loss_gspo)."""
-    return given.get(f"{ACTOR}policy_loss.loss_mode") == "gspo"
-
-
 def loss(value: Any, given: Given) -> dict[str, Any]:
-    means = {"algorithm.loss_aggregation": "sequence_mean"} if is_gspo(given) else {}
-    return same("algorithm.ratio_level", value) | means
-
-
-def aggregation(value: Any, given: Given) -> dict[str, Any]:
-    return {} if is_gspo(given) else same("algorithm.loss_aggregation", value)
+    """gspo is a mean over responses: it reads no loss_agg_mode up to verl 0.8, and where one is given from 0.9 on."""
+    is_mean = value == "gspo" and not given.get(f"{ACTOR}loss_agg_mode")
+    return same("algorithm.ratio_level", value) | ({"algorithm.loss_aggregation": "sequence_mean"} if is_mean else {})
 
 
 def dual_clip(value: Any, given: Given) -> dict[str, Any]:
-    return {} if is_gspo(given) else same("algorithm.dual_clip", value)
+    """gspo has none (verl/trainer/ppo/core_algos.py:compute_policy_loss_gspo)."""
+    return {} if given.get(f"{ACTOR}policy_loss.loss_mode") == "gspo" else same("algorithm.dual_clip", value)
 
 
 def importance(value: Any, given: Given) -> dict[str, Any]:
@@ -216,7 +209,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}ulysses_sequence_parallel_size": ulysses,
     f"{ACTOR}use_kl_loss": kl, f"{ACTOR}kl_loss_coef": kl, f"{ACTOR}kl_loss_type": kl_kind,
     f"{ACTOR}clip_ratio": clip, f"{ACTOR}clip_ratio_low": clip, f"{ACTOR}clip_ratio_high": clip,
-    f"{ACTOR}policy_loss.loss_mode": loss, f"{ACTOR}loss_agg_mode": aggregation, f"{ACTOR}clip_ratio_c": dual_clip,
+    f"{ACTOR}policy_loss.loss_mode": loss, f"{ACTOR}clip_ratio_c": dual_clip,
     f"{ACTOR}optim.betas": lambda value, _: {"engine.optimizer.beta1": value[0], "engine.optimizer.beta2": value[1]},
     f"{ACTOR}optim.lr_warmup_steps": warmup, f"{ACTOR}optim.lr_warmup_steps_ratio": warmup,
     f"{ACTOR}optim.min_lr_ratio": lowest_rate,

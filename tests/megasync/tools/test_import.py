@@ -149,11 +149,11 @@ def test_an_adapter_of_trl_has_its_defaults() -> None:
 
 
 def test_the_loss_of_gspo_is_a_mean_over_responses_without_a_dual_clip() -> None:
-    """verl's reads neither of these keys, whose defaults are others."""
+    """verl's defaults of these keys are others."""
     actor, names = "actor_rollout_ref.actor.", [f"algorithm.{name}" for name in ("ratio_level", "loss_aggregation", "dual_clip")]
-    for given in ({}, {f"{actor}loss_agg_mode": "token-mean"}):
+    for given, mean in (({}, "sequence_mean"), ({f"{actor}loss_agg_mode": "token-mean"}, "token_mean")):
         found = convert({f"{actor}policy_loss.loss_mode": "gspo", **given}, "verl").keys
-        assert [found.get(name) for name in names] == ["sequence", "sequence_mean", None]
+        assert [found.get(name) for name in names] == ["sequence", mean, None]
     found = convert({f"{actor}policy_loss.loss_mode": "vanilla", f"{actor}loss_agg_mode": "token-mean"}, "verl").keys
     assert [found.get(name) for name in names] == [None, "token_mean", 3.0]
 
