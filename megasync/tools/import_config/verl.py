@@ -236,6 +236,11 @@ def is_of(key: str) -> bool:
 def to_do(given: Given) -> list[str]:
     """Steps that are left to the user."""
     lines = [f"start it with --nproc {given['trainer.n_gpus_per_node']} on each of the {given['trainer.nnodes']} nodes"]
+    ratio, is_alone = given[f"{ACTOR}clip_ratio"], not any(f"{ACTOR}clip_ratio_{end}" in given for end in ("low", "high"))
+    if is_alone and ratio != DEFAULTS[f"{ACTOR}clip_ratio"]:
+        lines.append(
+            f"verl clips by clip_ratio_low and clip_ratio_high, 0.2 unless they are given; clip_low and clip_high are {ratio}"
+        )
     if not given.get("custom_reward_function.path"):
         lines.append(
             "verl chooses a reward by data_source: name one, such as rollout.reward=math_verify; until then the start is refused"

@@ -158,6 +158,13 @@ def test_the_loss_of_gspo_is_a_mean_over_responses_without_a_dual_clip() -> None
     assert [found.get(name) for name in names] == [None, "token_mean", 3.0]
 
 
+def test_a_clip_ratio_that_verl_does_not_clip_by_is_named() -> None:
+    """Its file of defaults has clip_ratio_low and clip_ratio_high, which come first."""
+    for given, is_named in (({"clip_ratio": 0.1}, True), ({"clip_ratio": 0.1, "clip_ratio_low": 0.1}, False), ({}, False)):
+        found = convert({f"actor_rollout_ref.actor.{name}": value for name, value in given.items()}, "verl")
+        assert any("clip_ratio_low" in line for line in found.to_do) is is_named
+
+
 def test_an_adapter_of_verl_has_its_default_alpha() -> None:
     found = convert({"actor_rollout_ref.model.lora_rank": 32}, "verl").keys
     assert (found["engine.lora.rank"], found["engine.lora.alpha"]) == (32, 16)
