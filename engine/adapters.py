@@ -186,12 +186,13 @@ class Adapters:
         """The tensors that `write` wrote. RefusedError where the engine then was such that they have another meaning here."""
         where = f"{folder.parent.name}/{folder.name}"
         if not (folder / self.file).exists():
-            raise RefusedError(f"{where}: it was saved by another number of ranks")
+            raise RefusedError(f"{where}: it was saved by another number of ranks than {self.layout.world_size}")
         with safe_open(folder / self.file, framework="pt") as file:
             saved: dict[str, Any] = json.loads(file.metadata()["settings"])
             for key, now in self._settings.items():
                 if saved.get(key) != now:
-                    raise RefusedError(f"{where}: it was saved with {key} = {saved.get(key)}, which is {now} now")
+                    problem = f"it was saved with {key} = {saved.get(key)}, which is {now} now"
+                    raise RefusedError(f"{where}: {problem}; start the service as it was then, or with another run.name")
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is no dict
 
     def save_peft(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
