@@ -188,8 +188,8 @@ class Adapters:
         if not (folder / self.file).exists():
             raise RefusedError(f"{where}: it was saved by another number of ranks than {self.layout.world_size}")
         with safe_open(folder / self.file, framework="pt") as file:
-            saved: dict[str, Any] = json.loads(file.metadata()["settings"])
-            for key, now in self._settings.items():
+            saved = json.loads((file.metadata() or {}).get("settings", "null"))  # a former version's has none
+            for key, now in self._settings.items() if saved else ():
                 if saved.get(key) != now:
                     problem = f"it was saved with {key} = {saved.get(key)}, which is {now} now"
                     raise RefusedError(f"{where}: {problem}; start the service as it was then, or with another run.name")
