@@ -10,6 +10,7 @@ from typing import NamedTuple
 OWN_FRAMES = re.compile(r"megasync/\w+/program\.py")  # the files that call the user's functions; left out of tracebacks
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_TEXT_CHARACTERS = 2000
+WAS_KILLED = "had its process killed by"
 MAX_STACK_FRAMES = 12
 
 
@@ -44,7 +45,7 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended its process with exit code {code}"
     name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-    return f"had its process killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+    return f"{WAS_KILLED} {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
 
 
 def user_frames(written: str) -> str:

@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from typing import Any
 
-from megasync.workers.failure import Failure
+from megasync.workers.failure import WAS_KILLED, Failure
 from megasync.workers.job import MAX_LATE, Job, Outcome, WorkerState
 from megasync.workers.limits import TimeLimit, cancel
 from megasync.workers.process import Worker
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for a worker to import its function
 AHEAD_SECONDS = 0.02  # of serial work that a worker has in advance; longer jobs wait until a worker is free
 MAX_AHEAD = 64  # jobs
-MAX_LOST = 5  # starts of workers on nodes that are lost, in succession
+MAX_LOST = 5  # starts of workers that are killed, or on nodes that are lost, in succession
 MAX_LOST_ALONE = 3  # workers that a job was alone in, each lost with its actor
 # Resources of the process that other jobs may have used up: the job is tried again alone.
 SHARED = re.compile(r"raised (MemoryError|OSError: \[Errno (12|24)\]|RuntimeError: can't start new thread)")
@@ -156,7 +156,7 @@ class WorkerPool:
         return True
 
     def _on_failed_start(self, why: str, *, is_lost: bool = False) -> None:
-        """The other workers continue; without any, all jobs are refused. A lost one is tried again, also on another node."""
+        """The other workers continue; without any, all jobs are refused. A lost or killed one is tried again, maybe elsewhere."""
         problem = f"{self.settings.name} {why}"
         self._num_lost += is_lost
         if is_lost and self._num_lost < MAX_LOST:
@@ -256,7 +256,8 @@ class WorkerPool:
         if worker.is_lost:
             self.hosts.look_again()
         if not state.is_ready and not self.is_closed:
-            self._on_failed_start(f"{why}\n{stack}".strip(), is_lost=worker.is_lost)
+            is_lost = worker.is_lost or why.startswith(WAS_KILLED)
+            self._on_failed_start(f"{why}\n{stack}".strip(), is_lost=is_lost)
         self._blame(state, Failure(why, stack))
         self._dispatch_soon()
 

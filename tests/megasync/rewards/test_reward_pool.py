@@ -324,6 +324,22 @@ def test_where_one_process_starts_it_scores_all(
     assert caplog.text.count("FileExistsError") == 2 and "the run continues with 1" in caplog.text
 
 
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = "import os, pathlib\nstarts = pathlib.Path({folder!r}) / 'starts'\nif os.getpid() != {pid}:\n"
+    module += "    with starts.open('a') as file:\n        file.write('x')\n"
+    module += "    if starts.stat().st_size <= {most}:\n        os.kill(os.getpid(), 9)\ndef one(sample):\n    return 1\n"
+    for name, most in (("killed_twice", 2), ("killed_always", 99)):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.py").write_text(module.format(folder=str(tmp_path / name), pid=os.getpid(), most=most))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="megasync.rewards"):
+        assert totals("killed_twice:one", given("x"), reward_processes=1) == [1]
+    assert caplog.text.count("SIGKILL") == 2
+    assert "SIGKILL" in failure("killed_always:one", *given("x"), reward_processes=1)
+
+
 def test_long_texts_are_cut() -> None:
     text = shown("a" * 5000 + "b" * 5000)
     assert len(text) < 400 and text.startswith("'aaa") and "bbb'" in text and "10000 characters" in text
