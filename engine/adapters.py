@@ -193,7 +193,11 @@ class Adapters:
                 if saved.get(key) != now:
                     problem = f"it was saved with {key} = {saved.get(key)}, which is {now} now"
                     raise RefusedError(f"{where}: {problem}; start the service as it was then, or with another run.name")
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is no dict
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - the file is no dict
+        if _shapes(found) not in (_shapes(self._live), _shapes(self.parameters(self._live))):
+            problem = "it was saved with another model.path, model.dtype, engine.wrap or engine.lora"
+            raise RefusedError(f"{where}: {problem}; start the service as it was then, or with another run.name")
+        return found
 
     def save_peft(self, name: str) -> tuple[str, dict[str, torch.Tensor]]:
         """Name and tensors of this stage's part of a PEFT folder, as factors.stage_file's."""
@@ -343,6 +347,10 @@ def _settings(engine: Engine) -> dict[str, Any]:
         found |= {"engine.lora.alpha": own.alpha, "engine.lora.rslora": own.rslora, "engine.lora.targets": sorted(own.targets)}
         found["model.path"] = f"a model of the fingerprint {fingerprint(Path(engine.model.path))[:16]}"
     return found
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {key: tensor.shape for key, tensor in tensors.items()}
 
 
 def _cut(item: AdapterItem, rank: int) -> AdapterItem:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from bench.equivalence.measure import leave_groups
 from bridge.export.source import whole_tensors
@@ -204,9 +204,11 @@ def read_by_others(path: str, folder: str, others: dict[str, dict[str, Any]]) ->
     driven = build(path)
     driven.adapters.create("mine", AdapterSpec(rank=RANK))
     driven.adapters.save("mine", Path(folder))
-    said = {}
+    said, own = {}, Path(folder) / driven.adapters.file
     for name, options in others.items():
         leave_groups()
+        if name.startswith("former"):  # versions of this, which have saved no settings
+            save_file(load_file(own), own)
         try:
             build(**{"path": path, **options}).adapters.read(Path(folder))
         except RefusedError as error:

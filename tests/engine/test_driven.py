@@ -92,8 +92,10 @@ def test_an_adapter_is_not_read_where_it_would_compute_something_else(model: str
     others: dict[str, dict[str, Any]] = {"none": {}, "engine.parallel.pipeline = 1": {"parallel": {"pipeline": 2}}}
     others |= {"engine.lora.alpha = 16.0": {"alpha": 8.0}, "model.dtype = float32": {"dtype": "bfloat16"}}
     others |= {"model.path = ": {"path": other}, "engine.lora.targets = ": {"targets": LORA_TARGETS[:3]}}
+    others |= {"former, alike": {}, "former: engine.lora": {"rank": 5}}
     for said in run_ranks(2, f"{CASES}:read_by_others", {"path": model, "folder": str(tmp_path), "others": others}):
-        assert said.keys() == others.keys() - {"none"}
+        assert said.keys() == others.keys() - {"none", "former, alike"}
+        assert "another model.path" in said.pop("former: engine.lora")
         assert all(f"was saved with {name}" in text for name, text in said.items()), said
 
 
