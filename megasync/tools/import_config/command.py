@@ -30,6 +30,7 @@ from megasync.tools.import_config.carried import Carried, carry
 
 PROJECTS = {"verl": verl, "trl": trl}
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
+CONTINUED = re.compile(r"\\\r?\n")  # shlex keeps the end of the line in the next word
 WITHIN_A_WORD = re.compile(r"(?<=[^\s;&|()<>])#")  # as in ${MODEL##*/}: shlex takes it for the begin of a comment, no shell does
 HASH = "\0"  # stands for such a one
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -75,7 +76,8 @@ def read(path: Path) -> dict[str, Any]:
         nested = OmegaConf.create({str(name): value for name, value in content.items()})
     else:
         try:
-            words = [word.replace(HASH, "#") for word in shlex.split(WITHIN_A_WORD.sub(HASH, text), comments=True)]
+            lines = WITHIN_A_WORD.sub(HASH, CONTINUED.sub("\n", text))
+            words = [word.replace(HASH, "#") for word in shlex.split(lines, comments=True)]
         except ValueError as error:
             raise ConfigError(f"{path}: no text that a shell reads: {error}", remedy=remedy) from error
         pairs = [match.groups() for word in words if (match := OVERRIDE.fullmatch(word))]

@@ -199,10 +199,11 @@ def test_a_comment_of_a_script_begins_with_a_word(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text(
         "## it's mine\npython3 -m verl.trainer.main_ppo trainer.experiment_name=${MODEL##*/} trainer.save_freq=20 \\\n"
-        "  trainer.project_name='a#b' trainer.nnodes=2 # trainer.nnodes=3\n"
+        "data.seed=3 \\\n  trainer.project_name='a#b' trainer.nnodes=2 # trainer.nnodes=3\n"
     )
     assert read(path) == {
-        "trainer.experiment_name": "${MODEL##*/}", "trainer.save_freq": 20, "trainer.project_name": "a#b", "trainer.nnodes": 2,
+        "trainer.experiment_name": "${MODEL##*/}", "trainer.save_freq": 20, "data.seed": 3, "trainer.project_name": "a#b",
+        "trainer.nnodes": 2,
     }  # fmt: skip
 
 
