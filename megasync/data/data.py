@@ -163,6 +163,8 @@ def _example(place: str, row: Row, number: int, keys: Keys, *, is_supervised: bo
     completion: tuple[Message, ...] = ()
     if messages and messages[-1]["role"] == "assistant":
         messages, completion = answered(where, messages, last=not trains)
+        if not trains and isinstance(_field(row, keys.answer) if keys.answer else None, str | int | float):
+            completion = ()  # the answer has a column of its own
     needs_answer = is_supervised and trains
     has_no_answer = keys.answer == ANSWER_KEY and needs_answer and messages and _field(row, keys.answer) is None
     has_answer = keys.answer and not completion and not has_no_answer

@@ -232,6 +232,8 @@ def test_where_nothing_is_trained_the_last_answer_is_asked_for(tmp_path: Path) -
         roles = [role for role, _ in example.turns]
         assert (example.prompt, example.answer, roles[-1]) == ("8?", answer, "user")
         assert len(roles) == (len(CALLING) + 1 if example.completion else 1)
+    path.write_text(json.dumps({**rows[0], "answer": "42"}))
+    assert load_examples(path, "q", "answer", is_supervised=True, trains=False)[0].answer == "42", "a column of its own"
     path.write_text(json.dumps({"q": [asked]}))
     assert load_examples(path, "q", "", is_supervised=True, trains=False)[0].answer == "", "prompts alone"
 
