@@ -37,7 +37,8 @@ TOKEN_BYTES = 8  # of one id with its log-prob
 SIGN_SECONDS = 5.0  # from one look at a busy replica to the next
 START_SECONDS = 0.5  # from one look for a replica that starts to the next
 MAX_LOSSES = 5  # of replicas with the same request in them
-OPENED = re.compile(r"(?:<[^<>/\s]*think[^<>/\s]*>|\[THINK\])\s*\Z", re.IGNORECASE)  # where a template begins the thinking itself
+# Where a template begins the thinking itself, as by <think>, <reasoning>, <|begin_of_thought|>.
+OPENED = re.compile(r"(?:<[^<>/\s]*(?:think|thought|reasoning)[^<>/\s]*>|\[THINK\]|◁think▷)\s*\Z", re.IGNORECASE)
 
 
 def chat_form(folder: Path) -> tuple[Any, ChatTemplate, tuple[int, ...]]:
@@ -90,12 +91,17 @@ class ServedPool:
         own = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
         request = replace(GenerationRequest(prompt_ids=ids, seed=seed, stop_token_ids=stops, **own), num_samples=1)
         ((done,),) = await self._ask("generate", len(ids) + sampling.max_new_tokens, [request])
-        opened = OPENED.search(text)  # else thinking that is cut off would be an answer
-        return (opened[0] if opened else "") + Detokenizer(tokenizer).text(without_end(done.token_ids.tolist(), stops))
+        said = self._detokenizer.text(without_end(done.token_ids.tolist(), stops))
+        opened = OPENED.search(text)  # without its tag thinking that is cut off would be an answer
+        return opened[0] + said if opened else said.lstrip(" ")
 
     @cached_property
     def _text(self) -> tuple[Any, ChatTemplate, tuple[int, ...]]:
         return chat_form(Path(self.pool.config.model_path))
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._text[0])
 
     async def close(self) -> None:
         """See ServedModel. The owner of the replicas ends them."""
