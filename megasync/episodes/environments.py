@@ -91,7 +91,7 @@ class _Recorded:
     async def _state(self) -> Any:
         if not self.has_state:
             return None
-        state, is_json = as_json(found := await call_tool(self.environment.state))
+        state, is_json = as_json(found := await call_tool(self.environment.state), keeps_keys=False)
         if not is_json:
             raise TypeError(f"state() gave {found!r:.80}, a value that JSON has is expected, of 1 MB at most")
         return state

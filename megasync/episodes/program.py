@@ -163,7 +163,7 @@ class EpisodeModel(Model):
                 yield access
             except Exception as error:
                 if access.limit:
-                    raise EpisodeLimitError(access.limit) from error
+                    error.episode_limit = access.limit  # type: ignore[attr-defined] # an episode may still catch its client's error
                 raise
 
     def encode(self, text: str) -> list[int]:
@@ -193,6 +193,8 @@ class Asker:
 
 def _limit(error: BaseException) -> str:
     """The limit that ends an episode by this error, also where tasks of its own have met it; empty: something else does."""
+    if limit := getattr(error, "episode_limit", ""):  # of EpisodeModel.serve
+        return str(limit)
     if isinstance(error, BaseExceptionGroup):
         limits = [_limit(each) for each in error.exceptions]
         return limits[0] if all(limits) else ""

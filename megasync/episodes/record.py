@@ -106,22 +106,29 @@ def turns_of(branches: Sequence[Branch], records: Iterable[TurnRecord]) -> list[
     return found
 
 
-def as_json(value: Any) -> tuple[Any, bool]:
+def as_json(value: Any, *, keeps_keys: bool = True) -> tuple[Any, bool]:
     """The value as JSON has it; a text to be shown, and False, where JSON cannot have it or it is too long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         return repr(value)[:SHOWN_CHARACTERS], False
-    if len(text) > MAX_ANSWER_CHARACTERS or not _has_its_keys(value):
+    if len(text) > MAX_ANSWER_CHARACTERS or (keeps_keys and not _has_its_keys(value)):
         return text[:SHOWN_CHARACTERS], False
     return json.loads(text), True
 
 
 def _has_its_keys(value: Any) -> bool:
     """Whether all keys of mappings in it are texts: JSON would make some of the others."""
-    if isinstance(value, list | tuple):
-        return all(map(_has_its_keys, value))
-    return not isinstance(value, dict) or (all(isinstance(key, str) for key in value) and all(map(_has_its_keys, value.values())))
+    unread = [value]
+    while unread:
+        one = unread.pop()
+        if isinstance(one, dict):
+            if not all(isinstance(key, str) for key in one):
+                return False
+            unread += one.values()
+        elif isinstance(one, list | tuple):
+            unread += one
+    return True
 
 
 def _unsent(place: int, answer: EnvironmentAnswer, state: Any, is_other: bool) -> None:

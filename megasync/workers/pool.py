@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0  # for a worker to import its function
 AHEAD_SECONDS = 0.02  # of serial work that a worker has in advance; longer jobs wait until a worker is free
 MAX_AHEAD = 64  # jobs
-MAX_LOST = 5  # starts of workers that are killed, or on nodes that are lost, in succession
+MAX_LOST = 5  # starts of workers on nodes that are lost, in succession
+MAX_KILLED = 5  # starts of workers that are killed, such as for want of memory
 MAX_LOST_ALONE = 3  # workers that a job was alone in, each lost with its actor
 # Resources of the process that other jobs may have used up: the job is tried again alone.
 SHARED = re.compile(r"raised (MemoryError|OSError: \[Errno (12|24)\]|RuntimeError: can't start new thread)")
@@ -53,7 +54,7 @@ class WorkerPool:
         self.suspects: deque[list[Job]] = deque()  # each set waits for a worker without other jobs
         self.states: dict[AnyWorker, WorkerState] = {}
         self.hosts = Hosts(settings)
-        self.max_workers, self._num_lost = sys.maxsize, 0
+        self.max_workers, self._num_lost, self._num_killed = sys.maxsize, 0, 0
         self.is_closed = self._is_due = False
         self.depth = settings.concurrency  # jobs that a worker has at most
         self._mean_seconds = 0.0  # of serial jobs, of late
@@ -155,11 +156,11 @@ class WorkerPool:
             worker.kill()
         return True
 
-    def _on_failed_start(self, why: str, *, is_lost: bool = False) -> None:
+    def _on_failed_start(self, why: str, *, is_lost: bool = False, is_killed: bool = False) -> None:
         """The other workers continue; without any, all jobs are refused. A lost or killed one is tried again, maybe elsewhere."""
         problem = f"{self.settings.name} {why}"
-        self._num_lost += is_lost
-        if is_lost and self._num_lost < MAX_LOST:
+        self._num_lost, self._num_killed = self._num_lost + is_lost, self._num_killed + is_killed
+        if (is_lost and self._num_lost < MAX_LOST) or (is_killed and self._num_killed < MAX_KILLED):
             logger.warning("%s\nit is tried again", problem)
             return
         self.max_workers = len(self.states)
@@ -256,8 +257,8 @@ class WorkerPool:
         if worker.is_lost:
             self.hosts.look_again()
         if not state.is_ready and not self.is_closed:
-            is_lost = worker.is_lost or why.startswith(WAS_KILLED)
-            self._on_failed_start(f"{why}\n{stack}".strip(), is_lost=is_lost)
+            is_killed = why.startswith(WAS_KILLED)
+            self._on_failed_start(f"{why}\n{stack}".strip(), is_lost=worker.is_lost, is_killed=is_killed)
         self._blame(state, Failure(why, stack))
         self._dispatch_soon()
 

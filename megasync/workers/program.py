@@ -174,7 +174,7 @@ class Concurrent:
         """At once: the next step may end the process. A message that cannot be pickled is an error of its sender."""
         if asyncio.get_running_loop() is not self.loop:
             remedy = "from a thread use asyncio.run_coroutine_threadsafe(model.chat(...), loop), with the episode's loop"
-            raise RuntimeError(f"the model is asked in another event loop than the episode's: {remedy}")
+            raise RuntimeError(f"the model, or a tool, is called in another event loop than the episode's: {remedy}")
         self.writer.write(pack([message]))
 
     def _on_message(self, message: Begin | Cancel | Reply) -> None:
@@ -207,6 +207,7 @@ class Concurrent:
 
     @contextlib.contextmanager
     def _step(self, number: int) -> Iterator[None]:
+        end_if_forked(self.pid)  # by a task that a job has started
         begin = time.monotonic()
         note(self.notes, begin, number)
         try:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -104,12 +106,12 @@ async def on_and_on(task: Task, model: Any) -> float:
                 group.create_task(ask())
                 group.create_task(ask())
         case "program":
-            async with model.serve() as access:
-                environment = os.environ | access.environment()
-                source = PROGRAM.replace("range(2)", "range(99)")
-                started = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=environment)
-                if await started.wait():
-                    raise ValueError("the program has failed")
+            await _run_program(model)
+        case "caught":
+            with contextlib.suppress(KeyError):
+                async with model.serve() as access:
+                    await asyncio.to_thread(_until_refused, access)
+            return 0.5
         case "thread":
             await asyncio.to_thread(lambda: asyncio.run(model.complete(task.prompt_ids)))
         case "left":
@@ -119,6 +121,29 @@ async def on_and_on(task: Task, model: Any) -> float:
         while not (_left and _left[0].done()):
             await asyncio.sleep(0.05)
     return 1.0
+
+
+async def _run_program(model: Any) -> None:
+    async with model.serve() as access:
+        environment = os.environ | access.environment()
+        source = PROGRAM.replace("range(2)", "range(99)")
+        started = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=environment)
+        if await started.wait():
+            raise ValueError("the program has failed")
+
+
+def _until_refused(access: Any) -> None:
+    """KeyError for the first answer that holds no choices."""
+    data = {"model": "any", "messages": [{"role": "user", "content": "1+1="}]}
+    headers = {"Authorization": f"Bearer {access.key}", "Content-Type": "application/json"}
+    while True:
+        request = Request(f"{access.openai_url}/chat/completions", json.dumps(data).encode(), headers)
+        try:
+            with urlopen(request) as answer:
+                said = json.load(answer)
+        except HTTPError as error:
+            raise KeyError("choices") from error
+        data["messages"] += [said["choices"][0]["message"], {"role": "user", "content": "2+2="}]
 
 
 async def two_turns(task: Task, model: Any) -> float:

@@ -228,13 +228,13 @@ def test_a_limit_ends_an_episode_however_it_asks(tmp_path: Path) -> None:
     """As tasks of its own, or as a program over HTTP; a task that it leaves behind ends after it."""
     FAMILIES["qwen3"].tokenizer().save_pretrained(tmp_path)
     pool = pool_of(str(tmp_path), episode="tests.support.episodes:on_and_on", episode_timeout_seconds=60.0)
-    found = play(pool, ["tasks", "program", "left", "looks", "thread"])
+    found = play(pool, ["tasks", "program", "left", "looks", "thread", "caught"])
     for prompt in ("tasks", "program"):
         ended, turns = found[prompt]
         assert (ended.failure, ended.limit, ended.reward) == (None, "60 tokens", None) and turns, ended
         assert finish_reason(ended, turns) == "length"
-    assert [found[prompt][0].reward for prompt in ("left", "looks")] == [1.0, 1.0]
-    assert "the model is asked in another event loop than the episode's" in failure(found, "thread")
+    assert [found[prompt][0].reward for prompt in ("left", "looks", "caught")] == [1.0, 1.0, 0.5]
+    assert "is called in another event loop than the episode's" in failure(found, "thread")
 
 
 def test_an_episode_that_nobody_waits_for_ends(folder: str) -> None:

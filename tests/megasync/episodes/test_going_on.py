@@ -16,7 +16,7 @@ from engine.config import ModelConfig
 from megasync.config.data_section import DataConfig
 from megasync.config.schema import Config, RolloutConfig
 from megasync.episodes.pool import EpisodePool
-from megasync.episodes.record import MAX_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History
+from megasync.episodes.record import MAX_ANSWER_CHARACTERS, Answers, EnvironmentAnswer, History, as_json
 from megasync.episodes.segments import Turn
 from megasync.episodes.task import Task
 from megasync.episodes.exchange import Ask, EpisodeEnd
@@ -135,6 +135,15 @@ def test_an_answer_whose_keys_json_would_change_is_not_given_again() -> None:
         first.keep(first.next("call look", "text")[0], "call look", "text", value)
     again = Answers(kept)
     assert [again.next("call look", "text")[1] for _ in kept] == [kept[0], None] and kept[0].value == {"1": [2, 3]}
+
+
+def test_a_state_may_have_other_keys() -> None:
+    """They are texts after a resume."""
+    deep: Any = []
+    for _ in range(800):
+        deep = [deep]
+    assert as_json({0: "x"}, keeps_keys=False) == ({"0": "x"}, True)
+    assert as_json(deep) == (deep, True)
 
 
 def test_a_state_that_json_has_not_is_a_failure(folder: str) -> None:
