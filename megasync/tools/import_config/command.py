@@ -32,7 +32,8 @@ PROJECTS = {"verl": verl, "trl": trl}
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 CONTINUED = re.compile(r"\\\r?\n")  # shlex keeps the end of the line in the next word
 WITHIN_A_WORD = re.compile(r"(?<=[^\s;&|()<>])#")  # as in ${MODEL##*/}: shlex takes it for the begin of a comment, no shell does
-HASH = "\0"  # stands for such a one
+SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")  # as in run-$(date +%F), a single word
+HASH, SPACE = "\0", "\1"  # stand for these within words
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PLACEHOLDER = "my_rewards:score"  # a start refuses it until the user writes this module
 SAMPLE_KEYS = {"verl": {}, "trl": {"data.prompt_key": "prompt"}}
@@ -77,7 +78,8 @@ def read(path: Path) -> dict[str, Any]:
     else:
         try:
             lines = WITHIN_A_WORD.sub(HASH, CONTINUED.sub("\n", text))
-            words = [word.replace(HASH, "#") for word in shlex.split(lines, comments=True)]
+            lines = SUBSTITUTION.sub(lambda found: re.sub(r"\s", SPACE, found[0]), lines)
+            words = [word.replace(HASH, "#").replace(SPACE, " ") for word in shlex.split(lines, comments=True)]
         except ValueError as error:
             raise ConfigError(f"{path}: no text that a shell reads: {error}", remedy=remedy) from error
         pairs = [match.groups() for word in words if (match := OVERRIDE.fullmatch(word))]
@@ -140,6 +142,8 @@ def convert(given: dict[str, Any], project: str) -> Carried:
     carried.to_do += rules.to_do({**rules.DEFAULTS, **given})
     if "run.steps" not in carried.keys:
         carried.to_do.append("set run.steps = epochs x examples / data.batch_size")
+    of_shell = [f"{key} = {value}" for key, value in carried.keys.items() if isinstance(value, str) and re.search(r"[$`]", value)]
+    carried.to_do += [f"{each}: write the value that the shell would put there" for each in of_shell]
     path = str(carried.keys.get("model.path", ""))
     if HUB_NAME.fullmatch(path) and not Path(path).is_dir():
         carried.to_do.append(f"model.path is a local folder: hf download {path} --local-dir FOLDER, then model.path=FOLDER")

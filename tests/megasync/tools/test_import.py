@@ -207,6 +207,18 @@ def test_a_comment_of_a_script_begins_with_a_word(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_what_a_shell_would_fill_in_is_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEED", "3")
+    monkeypatch.delenv("POLICY", raising=False)
+    path = tmp_path / "run.sh"
+    path.write_text('main_ppo trainer.experiment_name="a_$(date +%F)" trainer.save_freq=2 data.seed=$SEED model.path=$POLICY\n')
+    given = {"trainer.experiment_name": "a_$(date +%F)", "trainer.save_freq": 2, "data.seed": 3, "model.path": "$POLICY"}
+    assert read(path) == given
+    path.write_text("main_ppo trainer.experiment_name=a_$(date +%F) actor_rollout_ref.model.path=$POLICY trainer.save_freq=2")
+    to_do = [line for line in convert(read(path), "verl").to_do if "shell" in line]
+    assert [line.partition(":")[0] for line in to_do] == ["run.name = a_$(date +%F)", "model.path = $POLICY"]
+
+
 @pytest.mark.parametrize("content", ["a: \u00e9".encode("latin-1"), b"x='unclosed data.train_batch_size=1"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "verl.sh"
