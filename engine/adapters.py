@@ -183,12 +183,12 @@ class Adapters:
         save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / self.file, metadata)
 
     def read(self, folder: Path) -> dict[str, torch.Tensor]:
-        """The tensors that `write` wrote. RefusedError where the engine then was such that they have another meaning here."""
+        """The tensors that `write` wrote. RefusedError if the settings then differed in what they mean."""
         where = f"{folder.parent.name}/{folder.name}"
         if not (folder / self.file).exists():
             raise RefusedError(f"{where}: it was saved by another number of ranks than {self.layout.world_size}")
         with safe_open(folder / self.file, framework="pt") as file:
-            saved = json.loads((file.metadata() or {}).get("settings", "null"))  # a former version's has none
+            saved = json.loads((file.metadata() or {}).get("settings", "null"))  # absent in older files
             for key, now in self._settings.items() if saved else ():
                 if saved.get(key) != now:
                     problem = f"it was saved with {key} = {saved.get(key)}, which is {now} now"
@@ -338,7 +338,7 @@ def _check(engine: Engine) -> None:
 
 
 def _settings(engine: Engine) -> dict[str, Any]:
-    """What has to be the same for an adapter's tensors, by key; without lora they are whole models and need no base."""
+    """Settings, by key, that have to be equal where an adapter is read; without lora it is a whole model and needs no base."""
     config, own = engine.config, engine.config.lora
     found: dict[str, Any] = {"model.dtype": engine.model.dtype, "engine.wrap": config.wrap, "engine.lora.rank": own.rank}
     found |= {f"engine.parallel.{name}": getattr(config.parallel, name) for name in ("tensor", "pipeline", "expert")}

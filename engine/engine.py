@@ -91,7 +91,7 @@ class Engine:
             own: functions that replace those named by `algorithm`.
             teacher: the model that the policy is distilled from.
         """
-        self.model, self.config, self.algorithm, self.own = model, engine, algorithm, own
+        self.model, self.config, self.algorithm, self.own, self.num_steps = model, engine, algorithm, own, num_steps
         self.temperature = sampling.temperature if algorithm.name == "grpo" else 1.0
         self.max_new_tokens = sampling.max_new_tokens
         check_limit(algorithm, sampling)
@@ -114,7 +114,6 @@ class Engine:
         self.wrapped = WrappedModel(engine, self.model_config, chunks)
         self.chunks = self.wrapped.modules
         self.optimizer = build_optimizer(engine.optimizer, self.chunks, self.mbridge.dtype, self.use_fused)
-        self.num_steps = num_steps
         self.plan_steps(0, 0)
         frozen = FrozenModels(self.wrapped, engine, self.model_config, self.mbridge, model.path)
         self.reference = frozen.reference() if has_reference else None
@@ -152,7 +151,7 @@ class Engine:
             self.model_config.no_sync_func = self.model_config.no_sync_func[0]
 
     def plan_steps(self, batches: int, optimizer_steps: int) -> None:
-        """Begin the schedule of a run whose first `batches` have so many optimizer steps together, others as configured."""
+        """Build the learning-rate schedule: the first `batches` take `optimizer_steps` in total, each later one as configured."""
         self.num_optimizer_steps = optimizer_steps + (self.num_steps - batches) * self.algorithm.steps_per_batch
         self.schedule = build_schedule(self.config.optimizer, self.optimizer, self.num_optimizer_steps)
 

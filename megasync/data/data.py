@@ -287,7 +287,7 @@ def _turns(weights: tuple[float, ...]) -> tuple[array[int], array[int], list[tup
     return array("H"), array("Q"), due
 
 
-@lru_cache(maxsize=256)  # sources take turns: were there more of them, each prompt would sort all of its source
+@lru_cache(maxsize=256)  # more than there are sources, which take turns: a miss sorts a whole source
 def epoch_order(num_examples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """A permutation of range(num_examples), the same on every machine and with every NumPy.
 

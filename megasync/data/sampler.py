@@ -125,7 +125,7 @@ class Difficulty:
         if len(state["places"]) != len(self.sources):
             raise ValueError(f"{len(state['places'])} sources, and data.train has {len(self.sources)}")
         self.places, self.turns, self.step = state["places"], state["turns"], state["step"]
-        self.ends = state.get("ends", [])  # a former version's has none
+        self.ends = state.get("ends", [])  # absent in older checkpoints
         self.equal, self.until = dict(state["equal"]), dict(state["until"])
 
 

@@ -238,7 +238,7 @@ class Model:
         return self._by_arguments[name]
 
     async def _sample(self, ids: list[int], max_new_tokens: int | None, stop: Sequence[str], number: int = 1) -> list[Turn]:
-        """So many turns with the same prompt; recorded once all have ended."""
+        """Sample `number` turns of one prompt; they are recorded once all have ended."""
         limit, stop = max_new_tokens, (stop,) if isinstance(stop, str) else stop
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ValueError(f"a limit of tokens is {limit!r:.80}: write a whole number from 1 on")

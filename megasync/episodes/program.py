@@ -156,7 +156,7 @@ class EpisodeModel(Model):
     async def serve(self) -> AsyncIterator[Access]:
         """The address of this model, on the loopback, for programs that speak OpenAI's or Anthropic's protocol.
 
-        A client's error after a request that was refused for a limit becomes an EpisodeLimitError.
+        An error that leaves the block ends the episode at the limit for which its last request was refused, if there is one.
         """
         with (await self._player.proxy()).episode(self) as access:
             try:
@@ -192,7 +192,7 @@ class Asker:
 
 
 def _limit(error: BaseException) -> str:
-    """The limit that ends an episode by this error, also where tasks of its own have met it; empty: something else does."""
+    """The limit that the error stands for, also within an exception group; empty if it is another error."""
     if limit := getattr(error, "episode_limit", ""):  # of EpisodeModel.serve
         return str(limit)
     if isinstance(error, BaseExceptionGroup):

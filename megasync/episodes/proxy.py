@@ -42,7 +42,7 @@ class Access:
 
     url: str
     key: str
-    limit: str = ""  # of an episode, for which the last request was refused
+    limit: str = ""  # for which the last request was refused; empty if it was not
 
     @property
     def openai_url(self) -> str:

@@ -118,7 +118,7 @@ def as_json(value: Any, *, keeps_keys: bool = True) -> tuple[Any, bool]:
 
 
 def _has_its_keys(value: Any) -> bool:
-    """Whether all keys of mappings in it are texts: JSON would make some of the others."""
+    """Whether all keys of its mappings are strings; JSON would convert others."""
     unread = [value]
     while unread:
         one = unread.pop()

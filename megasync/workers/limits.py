@@ -1,7 +1,7 @@
 """The limit on a job's time. A serial job that is late ends with its worker; a concurrent one is cancelled first.
 
 The clock stands still while a job waits for the trainer (pool.py). Time in which another job blocks the event loop is given back.
-A job that is found to be late by a trainer that has stood still itself, by its own loop or the whole machine, gets a new limit.
+If the trainer itself stood still (its event loop, or the machine), jobs that seem late get a new limit.
 Leaves out which jobs fail when a worker ends (pool.py).
 """
 

@@ -109,7 +109,7 @@ class Ended(NamedTuple):
 
 
 def pack(messages: Sequence[tuple[Any, ...]]) -> bytes:
-    """What messages share is no longer shared where they are unpacked: a job may change its arguments."""
+    """Each message is pickled alone, so that objects which they share become copies: a job may change its arguments."""
     body = b"".join(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL) for message in messages)
     return LENGTH.pack(len(body)) + body
 

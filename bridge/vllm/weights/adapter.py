@@ -74,9 +74,7 @@ def a_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def with_own_a(tensors: Mapping[str, torch.Tensor], sent: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors, and an A for each linear. `sent`: their names in order, which is not that of arrival: lanes of several stages
-    take turns.
-    """
+    """The tensors, and an A for each linear. `sent`: names in the order of sending; lanes of several stages arrive in another."""
     return {**tensors, **{f"{linear}.lora_A.weight": tensors[name] for linear, name in a_names(sent).items()}}
 
 

@@ -150,7 +150,7 @@ def adam(value: Any) -> str:
 
 def count(value: Any) -> int:
     """The value as a whole number; NotCarriedError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer():
         raise NotCarriedError("no whole number; write it into the file that was imported, and import it again")
     return int(value)
 

@@ -37,7 +37,7 @@ def takes_out(samples: list[RewardInput]) -> list[float]:
 
 
 def uses_up(sample: RewardInput) -> float:
-    """The number of marks that are left, all of which it takes."""
+    """Returns the number of marks and removes them."""
     found = len(sample.extra["marks"])
     sample.extra["marks"].clear()
     return float(found)
@@ -131,7 +131,7 @@ def is_killed() -> float:
     return 0.0
 
 
-def is_told() -> float:
+def gets_signal() -> float:
     os.kill(os.getpid(), signal.SIGRTMIN + 6)
     return 0.0
 
@@ -176,7 +176,7 @@ DEEDS = {
     "hangs in C": hangs_in_c,
     "hangs with a child": hangs_with_a_child,
     "is killed": is_killed,
-    "is told": is_told,
+    "gets a real-time signal": gets_signal,
     "crashes": crashes,
     "leaves": leaves,
     "exits": lambda: sys.exit(5),

@@ -154,7 +154,7 @@ FAILURES = {
     "hangs in C": ["took longer than rollout.reward_timeout_seconds = 2", "in hangs_in_c"],
     "hangs with a child": ["took longer than rollout.reward_timeout_seconds = 2", "in hangs_with_a_child"],
     "is killed": [f"{DEAD}KILL, as the system does when memory runs out"],
-    "is told": [f"had its process killed by signal {signal.SIGRTMIN + 6}"],
+    "gets a real-time signal": [f"had its process killed by signal {signal.SIGRTMIN + 6}"],
     "crashes": [f"{DEAD}SEGV", "in crashes"],
     "leaves": ["ended its process with exit code 3"],
 }
